@@ -186,5 +186,5 @@ def test_a_hub_id_is_found_in_the_local_cache_and_examined(
     shutil.copytree(model, folder, dirs_exist_ok=True)
     (tmp_path / "out").mkdir()
     settings: dict[str, Any] = {"kind": "hf", "path": "owner/name", "examine": require_sound}
-    with pytest.raises(ConfigError, match="ARCHITECTURE_ABSENT"):
+    with pytest.raises(ConfigError, match="ARCHITECTURE"):
         prepare_base(tmp_path / "out", log_path=tmp_path / "log", log=LOG, **settings)

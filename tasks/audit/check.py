@@ -12,7 +12,7 @@ The docstring is the title on the page of findings, which `python -m tasks.audit
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 from operator import attrgetter
@@ -21,8 +21,7 @@ from typing import Any
 from tasks.audit.source import Source, commands_of
 from tasks.core.errors import ArtifactError
 
-_SHOWN = 3
-_WIDTH = 300
+_SHOWN, _WIDTH = 3, 300
 
 
 class Severity(StrEnum):
@@ -38,20 +37,22 @@ class Severity(StrEnum):
         return list(Severity).index(self)
 
 
+ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
+
+
 @dataclass(frozen=True)
 class Finding:
     """One fault of a checkpoint, or one fact worth knowing.
 
     Attributes:
         code: stable, short identifier; the key into the page of findings.
-        severity: how bad it is.
         file: file or folder, relative to the source; "" for the folder as a whole.
         tensor: name of the tensor, or the first few names; "" if the finding is not about tensors.
         found: the value or state in the checkpoint.
         expected: the value or state that is correct.
         why: the failure that it causes, and the tool that fails.
         fix: what to do; the exact command if there is one.
-        repair: makes the repair in a draft; None if there is none.
+        repairable: True if a repaired copy does not have it.
     """
 
     code: str
@@ -62,7 +63,7 @@ class Finding:
     expected: str
     why: str
     fix: str
-    repair: Callable[..., None] | None = field(default=None, compare=False, repr=False)
+    repairable: bool = False
 
     @property
     def where(self) -> str:
@@ -98,10 +99,8 @@ def printable(text: str) -> str:
 
 def errors_of(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings that are errors."""
-    return [finding for finding in findings if finding.severity is Severity.ERROR]
+    return [finding for finding in findings if finding.severity is ERROR]
 
-
-ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
 
 Need = Callable[[Source], object]
 MODEL: Need = attrgetter("is_model")
@@ -126,7 +125,7 @@ class Fault:
         file: file relative to the source; "" for that of the first tensor, or for the folder.
         tensors: names of tensors; comparisons of names that come later leave them out.
         severity, why, fix: replace those of the declaration.
-        repair: makes the repair in a draft; None if there is none.
+        repairable: True if `repair` removes it.
     """
 
     actual: str
@@ -136,7 +135,7 @@ class Fault:
     severity: Severity | None = None
     why: str = ""
     fix: str = ""
-    repair: Callable[..., None] | None = None
+    repairable: bool = False
 
 
 Run = Callable[[Source], Iterator[Fault]]
@@ -147,15 +146,12 @@ class Check:
     """A declared code.
 
     Attributes:
-        code: stable, short identifier.
         severity: usual severity; a fault may raise or lower it.
         title: what is reported, in one sentence.
         why: the failure that it causes, and the tool that fails.
         fix: what to do; `{repair}`, `{deliver}`, ... stand for commands, see `commands_of`.
         issues: public reports of the failure, as "project #number, project PR #number".
-        module: module of the check.
         needs: conditions without which it does not run.
-        run: looks for the fault.
         listed: False if another function declares the code.
     """
 
@@ -182,21 +178,14 @@ CANNOT_GO_ON = (
 
 
 def check(
-    code: str,
-    severity: Severity,
-    *,
-    why: str,
-    fix: str,
-    issues: str = "",
+    code: str, severity: Severity, *, why: str, fix: str, issues: str = "",
     needs: Sequence[Need] = (),
-) -> Callable[[Run], Run]:
+) -> Callable[[Run], Run]:  # fmt: skip
     """Declare a code at the function that looks for it; arguments as in `Check`."""
 
     def declare(run: Run) -> Run:
         title = (run.__doc__ or "").partition("\n")[0].removesuffix(".")
-        CHECKS.append(
-            Check(code, severity, title, why, fix, issues, run.__module__, tuple(needs), run)
-        )
+        CHECKS.append(Check(code, severity, title, why, fix, issues, run.__module__, needs, run))
         return run
 
     return declare
@@ -207,8 +196,8 @@ def also(code: str, *, needs: Sequence[Need] = ()) -> Callable[[Run], Run]:
 
     def declare(run: Run) -> Run:
         first = next(each for each in CHECKS if each.code == code)
-        module, needed = run.__module__, tuple(needs)
-        CHECKS.append(replace(first, module=module, needs=needed, run=run, listed=False))
+        more = replace(first, module=run.__module__, needs=needs, run=run, listed=False)
+        CHECKS.append(more)
         return run
 
     return declare
@@ -218,7 +207,7 @@ def examine(source: Source) -> list[Finding]:
     """Return the findings of all checks without duplicates, the worst first."""
     import tasks.audit.checks  # noqa: F401 -- declares them
 
-    seen: dict[Finding, None] = {}
+    findings: dict[Finding, None] = {}
     commands = commands_of(source)
     for each in CHECKS:
         for fault, by in _faults(each, source):
@@ -226,8 +215,8 @@ def examine(source: Source) -> list[Finding]:
             worst = (source.codes.get(by.code, INFO), finding.severity)
             source.codes[by.code] = min(worst, key=lambda severity: severity.rank)
             source.explained.update(fault.tensors)
-            seen.setdefault(finding)
-    return sorted(seen, key=lambda finding: finding.severity.rank)
+            findings.setdefault(finding)
+    return sorted(findings, key=lambda finding: finding.severity.rank)
 
 
 def _faults(each: Check, source: Source) -> Iterator[tuple[Fault, Check]]:
@@ -244,18 +233,15 @@ def _faults(each: Check, source: Source) -> Iterator[tuple[Fault, Check]]:
 
 
 def _finding(fault: Fault, by: Check, source: Source, fix: str) -> Finding:
-    file = fault.file
-    if not file and fault.tensors:
-        first = source.tensors.get(fault.tensors[0])
-        file = first.file if first is not None else ""
+    first = source.tensors.get(fault.tensors[0]) if fault.tensors else None
     return Finding(
         by.code,
         fault.severity or by.severity,
-        printable(file),
+        printable(fault.file or (first.file if first is not None else "")),
         some(fault.tensors) if fault.tensors else "",
         printable(fault.actual),
         printable(fault.expected),
         fault.why or by.why,
         fault.fix or fix,
-        fault.repair,
+        fault.repairable,
     )

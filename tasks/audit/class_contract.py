@@ -37,11 +37,13 @@ def can_be_built(source: Source) -> bool:
     return served and plain and bool(name) and len(source.tensors) <= _MAX_TENSORS
 
 
+_RESULTS: dict[tuple[str, bytes, bytes], Any] = {}
+"""The last few results by function, config.json and shapes: source and base often share them."""
+_MOST_RESULTS = 4
+
+
 def perform_apart(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
     """Call a function of `tasks.weights` about a model class, without importing transformers here.
-
-    Facts depend only on config.json and the shapes, which source and base of a merge often share,
-    so the last few are kept.
 
     Raises:
         ArtifactError: transformers cannot build a model from the configuration.
@@ -52,15 +54,12 @@ def perform_apart(function: Callable[[*Arguments], T], *arguments: *Arguments) -
     folder, *rest = call
     config = (folder / CONFIG).read_bytes() if isinstance(folder, Path) else pickle.dumps(folder)
     key = function.__name__, config, pickle.dumps(rest)
-    result = _RESULTS.pop(key, None) or _in_child(function, call)
-    _RESULTS[key] = result
-    if len(_RESULTS) > _MOST_RESULTS:
-        _RESULTS.pop(next(iter(_RESULTS)))
-    return cast("T", result)
-
-
-_RESULTS: dict[tuple[str, bytes, bytes], Any] = {}
-_MOST_RESULTS = 4
+    if key not in _RESULTS:
+        result = _in_child(function, call)
+        if len(_RESULTS) == _MOST_RESULTS:
+            _RESULTS.clear()
+        _RESULTS[key] = result
+    return cast("T", _RESULTS[key])
 
 
 def _in_child(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -70,14 +69,9 @@ def _in_child(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         command = [sys.executable, "-m", "tasks.audit.class_contract", folder]
         try:
             finished = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                cwd=_PROJECT,
-                env=child_environment(_QUIET),
-                timeout=_LIMIT_S,
-                check=False,
-            )
+                command, capture_output=True, text=True, cwd=_PROJECT, check=False,
+                env=child_environment(_QUIET), timeout=_LIMIT_S,
+            )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             text = f"transformers did not build the model within {_LIMIT_S:.0f} s"
             raise ArtifactError(text) from error

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import shorten, wrap
+from textwrap import wrap
 from typing import Any
 
 from tasks.audit.check import Finding, Severity, errors_of, examine, printable
@@ -23,13 +23,8 @@ from tasks.audit.source import command, commands, open_source
 from tasks.core.terminal import plain
 
 _WIDTH, _INDENT = 110, 20
-_UNREADABLE = frozenset(
-    {"WEIGHTS_MISSING", "INDEX_WRONG", "INDEX_MISSING_FILE", "KEY_TWICE", "DOWNLOAD_INTERRUPTED",
-     "BLOB_DIFFERS"}
-)  # fmt: skip
+_UNREADABLE = ("WEIGHTS_MISSING", "INDEX_WRONG", "INDEX_MISSING_FILE")
 """Errors of a base that cannot be compared with anything."""
-_CELL = 70
-"""Most characters in a cell of a Markdown table."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Report:
 
     Attributes:
         source: path of the folder, as the user wrote it.
-        kind: kind of the folder, for programs; see `tasks.audit.recognise.Kind`.
+        kind: kind of the folder, for programs; see `tasks.audit.source.Kind`.
         what: description of the folder, for people.
         findings: all findings, the worst first.
         seconds: wall time.
@@ -104,27 +99,8 @@ class Report:
         return commands(self.source, self.base or None)["repair"] if self.mendable else ""
 
     def markdown(self) -> str:
-        """Return the report as Markdown for pages of orchestrators and trackers.
-
-        Their tables do not wrap, so long texts follow below the table.
-        """
-        lines = [f"{_code(self.source)}: {_code(self.what)}", "", self.counts]
-        if self.findings:
-            lines += ["", "| severity | code | found | where |", "|---|---|---|---|"]
-        for finding in self.findings:
-            content, where = _cell(finding.found), _cell(finding.where)
-            lines.append(f"| {finding.severity} | {finding.code} | {content} | {where} |")
-        for finding in self.findings:
-            lines += [
-                "",
-                f"{finding.code}: {_code(finding.where)}",
-                f"- expected: {_code(finding.expected)}",
-            ]
-            lines += [f"- why: {_code(finding.why)}"] if finding.why else []
-            lines += [f"- fix: {_code(finding.fix)}"]
-        if self.of_base is not None and self.of_base.errors:
-            lines += ["", "The base, not the folder above:", "", self.of_base.markdown()]
-        return "\n".join(lines) + "\n"
+        """Return the text for pages of orchestrators and trackers, which do not render it."""
+        return "```text\n" + self.text().replace("`", "'") + "\n```\n"
 
     @property
     def counts(self) -> str:
@@ -178,16 +154,6 @@ def audit(
     return Report(str(source), kind, what, findings, seconds, mendable, read, used, of_base)
 
 
-def _code(text: str) -> str:
-    """Return untrusted text as Markdown code, so that a page does not render it."""
-    return f"`{printable(text).replace('`', chr(39))}`"
-
-
-def _cell(text: str) -> str:
-    """Return the beginning of `text` for a table cell."""
-    return _code(shorten(text, _CELL, placeholder=" ...")).replace("|", "\\|")
-
-
 def _table(findings: tuple[Finding, ...]) -> Iterator[str]:
     if not findings:
         return
@@ -197,22 +163,22 @@ def _table(findings: tuple[Finding, ...]) -> Iterator[str]:
     explained: set[str] = set()
     for finding in findings:
         yield f"{finding.severity.value:<9} {finding.code:<{code}}  {finding.where}"
-        texts = {
-            "found": finding.found,
-            "expected": finding.expected,
-            "why": finding.why,
-            "fix": finding.fix,
-        }
+        names = ["found", "expected", "why", "fix"]
         if finding.code in explained:  # all findings of a code have the same reason
-            del texts["why"]
-        for name, text in texts.items():
-            sentence, begin, command = text.partition("plumbline ")
-            first, indent = f"{'':<9} {name:<9} ", " " * _INDENT
-            lines = wrap(
-                sentence, _WIDTH, initial_indent=first, subsequent_indent=indent,
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
-            yield from lines
-            if begin:  # in one line, to be copied
-                yield f"{indent if lines else first}{begin}{command}"
+            names.remove("why")
         explained.add(finding.code)
+        for name in names:
+            yield from _entry(name, getattr(finding, name))
+
+
+def _entry(name: str, text: str) -> Iterator[str]:
+    """Yield a text under its name; a command is one line, to be copied."""
+    sentence, begin, command = text.partition("plumbline ")
+    first, indent = f"{'':<9} {name:<9} ", " " * _INDENT
+    lines = wrap(
+        sentence, _WIDTH, initial_indent=first, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    yield from lines
+    if begin:
+        yield f"{indent if lines else first}{begin}{command}"

@@ -50,7 +50,6 @@ class Recognised:
     """The kind of a folder and its description.
 
     Attributes:
-        kind: for programs.
         what: for people, without the folder's name.
         weights: its tensors; empty for kinds that are not read by headers.
         manifest: the manifest of a Plumbline artifact; empty for other folders.
@@ -83,13 +82,13 @@ def recognise(folder: Folder) -> Recognised:
     elif parts:
         kind, what = Kind.SHARDS, _shards(folder)
     elif states:
-        what, *rest = states
-        kind = Kind.DEEPSPEED if "DeepSpeed" in what else Kind.FOREIGN
-        kind = Kind.DISTRIBUTED if "torch distributed" in what else kind
-        states = tuple(rest)
+        kinds = {"DeepSpeed": Kind.DEEPSPEED, "torch distributed": Kind.DISTRIBUTED}
+        what = states[0]
+        kind = next((kind for part, kind in kinds.items() if part in what), Kind.FOREIGN)
+        states = states[1:]
     else:
-        bare = "a configuration without weights" if CONFIG in folder.files else "nothing known"
-        kind, what = Kind.NOTHING, bare
+        kind = Kind.NOTHING
+        what = "a configuration without weights" if CONFIG in folder.files else "nothing known"
         if manifest:
             what = f"a Plumbline artifact of kind {manifest.get('kind')}"
     if manifest and weights.files:
@@ -123,21 +122,14 @@ def _adapter(folder: Folder, weights: Weights) -> str:
     rank = f" of rank {config['r']}" if type(config.get("r")) is int else ""
     dora = "DoRA " if config.get("use_dora") else ""
     stored = _stored(weights) if weights.files else "no weights"
-    return f"a PEFT {dora}adapter{rank} ({stored}){_head_of_adapter(folder, weights)}"
-
-
-def _head_of_adapter(folder: Folder, weights: Weights) -> str:
-    if any("v_head." in key for key in weights.tensors) or any(
-        name in folder.files for name in SIDE_FILES
-    ):
-        return " with a value head"
-    config = folder.json(ADAPTER_CONFIG)
-    wrapped = wrapped_class(config)
-    if wrapped == "CriticModel":
-        return " of an OpenRLHF critic"
-    if wrapped in OPENRLHF:
-        return " of an OpenRLHF reward model"
-    return " of a reward model" if config.get("task_type") == "SEQ_CLS" else ""
+    wrapped, head = wrapped_class(config), ""
+    if any("v_head." in key for key in weights.tensors) or {*SIDE_FILES} & folder.files.keys():
+        head = " with a value head"
+    elif wrapped in OPENRLHF:
+        head = f" of an OpenRLHF {'critic' if wrapped == 'CriticModel' else 'reward model'}"
+    elif config.get("task_type") == "SEQ_CLS":
+        head = " of a reward model"
+    return f"a PEFT {dora}adapter{rank} ({stored}){head}"
 
 
 def _model(folder: Folder, weights: Weights) -> tuple[Kind, str]:
@@ -203,8 +195,6 @@ class Source:
     """A recognised folder, and the base to compare it with.
 
     Attributes:
-        folder: files and JSON documents.
-        recognised: kind and weights.
         base: the base model, opened in the same way; None if there is none.
         values: True to read tensor data, False for headers only; None reads up to `READ_BYTES`.
         adapter: folder of the adapter that was merged into the base; None if unknown.
@@ -322,10 +312,9 @@ def _named_base(folder: Folder) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
+    revision = revision if isinstance(revision, str) else None
     try:
-        config = try_to_load_from_cache(
-            name, "config.json", revision=revision if isinstance(revision, str) else None
-        )
+        config = try_to_load_from_cache(name, CONFIG, revision=revision)
     except (OSError, ValueError):  # no id of a model
         return None
     return Path(config).parent if isinstance(config, str) else None
@@ -347,12 +336,16 @@ def setting(file: str, **values: object) -> str:
     return f"in {file}: {edits}"
 
 
+def deliver(root: object, base: object = None) -> str:
+    """Return the command that delivers a folder."""
+    return command("deliver", source=root, base=base, out=f"{root}-delivered")
+
+
 def commands_of(source: Source) -> dict[str, str]:
     """Return the commands that a fix may name, with the folders of this audit."""
     base = source.base.folder.root if source.base is not None else None
-    return commands(
-        source.folder.root, base, source.adapter, needs_base=source.is_adapter or base is not None
-    )
+    needs_base = source.is_adapter or base is not None
+    return commands(source.folder.root, base, source.adapter, needs_base=needs_base)
 
 
 def commands(
@@ -363,13 +356,10 @@ def commands(
     merged = f"{root}-merged"
     return {
         "repair": command("audit", source=root, base=base, fix=True, out_dir=f"{root}-repaired"),
-        "deliver": command(
-            "deliver", source=root, base=known if needs_base else None, out=f"{root}-delivered"
-        ),
+        "deliver": deliver(root, known if needs_base else None),
         "merge": command("deliver", source=root, base=known, out=merged),
         "again": command("deliver", source=adapter, base=known, out=merged),
         "prove": command("audit", source=root, base=known, adapter=adapter, values=True),
         "with_base": command("audit", source=root, base=known),
-        "values": command("audit", source=root, base=base, values=True),
         "serve": f"vllm serve {base or '<base>'} --enable-lora --lora-modules tuned={root}",
     }

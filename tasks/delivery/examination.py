@@ -66,7 +66,6 @@ HANDLED: Mapping[str, Handling] = {
     "WRONG_BASE": Handling("refused in the next step, by the same test", _of_adapter),
     "MANIFEST_DIFFERS": Handling("refused later: every byte is compared with the manifest first"),
     "PICKLE_CALLS": Handling("the trainer's state is neither read nor served", _of_the_trainer),
-    "PICKLE_OPAQUE": Handling("the trainer's state is neither read nor served", _of_the_trainer),
     "EOS_DISAGREES": Handling("served with the EOS ids of all files"),
 }
 """Handling by finding code. Repairs happen in OUT; SOURCE is never changed."""
@@ -89,8 +88,9 @@ def handled(finding: Finding, report: Report, *, check_base: bool) -> str:
 
 
 FINDINGS = "findings.json"
+_TO_GATHER = (Kind.DEEPSPEED, Kind.SHARDS, Kind.DISTRIBUTED)
 _SHOWN = 50
-_SHARDS = "ZERO_BESIDE"
+_SHARDS = "ZERO_NOT_GATHERED"
 """Finding that intact shards lie beside broken weights. Its fix, to gather them, comes first."""
 
 
@@ -185,7 +185,8 @@ def refused(
             )
             lines.append(f"  why: {finding.why}")
             lines.append(f"  fix: {finding.fix}")
-        fix = fix or next((item.fix for item in report.findings if item.code == _SHARDS), "")
+        beside = (item.fix for item in report.findings if item.code == _SHARDS)
+        fix = fix or (next(beside, "") if report.kind not in _TO_GATHER else "")
         repair = repair or report.mending
     reasons = [line for line in lines if not line.startswith("  ")]
     summary = first_and_more(reasons) if reasons else "it cannot be delivered"

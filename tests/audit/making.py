@@ -27,7 +27,7 @@ TOKENIZER_CONFIG = {
 }  # fmt: skip
 WRONG_VALUES: tuple[Any, ...] = (
     None, 3, -1, 1 << 70, 1.5, float("inf"), True, "", "x", "\ud800", "a" * 5000, [], [[]], [3],
-    ["x"], {}, {"a": 1}, {"0": {}}, [{"a": []}],
+    ["x"], {}, {"a": 1}, {"0": {}}, [{"a": []}]
 )  # fmt: skip
 """Values that hardly any key of a configuration may have."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,14 +43,14 @@ ADAPTERS: dict[str, tuple[Arrays, dict[str, Any], set[str]]] = {
     "a layer lost": (LAYER_0, {}, {"ADAPTER_COVERAGE"}),
     "a layer left out": (LAYER_0, {"layers_to_transform": [0]}, set()),
     "modules left out": (
-        LAYER_0, {"exclude_modules": [name.removeprefix("model.") for name in TARGETS[2:]]}, set(),
+        LAYER_0, {"exclude_modules": [name.removeprefix("model.") for name in TARGETS[2:]]}, set()
     ),
     "modules of one layer": (LAYER_0, {"target_modules": TARGETS[:2]}, set()),
     "a list of many modules": (ALL, {"target_modules": MANY}, set()),
     "one of many modules lost": (V_LOST, {"target_modules": MANY}, {"ADAPTER_COVERAGE"}),
     "a pattern": (ALL, {"target_modules": r".*(q|v)_proj"}, set()),
     "tensors beside a pattern": (  # only the plan of the merge knows; peft drops them
-        ALL, {"target_modules": r".*layers\.0.*(q|v)_proj"}, {"ADAPTER_NO_MERGE"},
+        ALL, {"target_modules": r".*layers\.0.*(q|v)_proj"}, {"ADAPTER_NO_MERGE"}
     ),
 }  # fmt: skip
 
@@ -131,28 +129,11 @@ def test_an_unreadable_base_gives_no_errors_of_the_adapter(tmp_path: Path) -> No
     assert not errors(codes(make_adapter(tmp_path / "it"), base=root))
 
 
-def hub_cache(tmp_path: Path) -> Path:
-    """Return the snapshot of a sharded model in a hub cache."""
-    plain = make_shards(tmp_path / "plain")
-    repository = tmp_path / "hub" / "models--x--y"
-    snapshot = repository / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    (repository / "blobs").mkdir()
-    for file in plain.iterdir():
-        if file.suffix == ".safetensors":
-            digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        else:
-            digest = subprocess.check_output(["git", "hash-object", file], text=True).strip()
-        blob = repository / "blobs" / digest
-        blob.write_bytes(file.read_bytes())
-        (snapshot / file.name).symlink_to(f"../../blobs/{blob.name}")
-    return snapshot
-
-
 def test_a_base_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = hub_cache(tmp_path)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    repository = tmp_path / "hub" / "models--x--y"
+    snapshot = make_shards(repository / "snapshots" / ("a" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     narrow = make_adapter(tmp_path / "it", NARROW, base_model_name_or_path="x/y")
     report = audit(narrow)
@@ -160,52 +141,13 @@ def test_a_base_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert {finding.code for finding in report.errors} == {"ADAPTER_SHAPE"}
     elsewhere = make_adapter(tmp_path / "other", NARROW, base_model_name_or_path="x/z")
     assert not audit(elsewhere).base
-
-
-@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "config.json"])
-def test_blobs_are_hashed_with_values_and_only_then(tmp_path: Path, name: str) -> None:
-    snapshot = hub_cache(tmp_path)
-    assert audit(snapshot, values=True).ok
-    (snapshot.parents[1] / "blobs" / "beef").symlink_to("/etc/hostname")
-    (snapshot / "vocab.txt").symlink_to("../../blobs/beef")
-    assert codes(snapshot)["UNSAFE_FILE"] == "error"
-    (snapshot / "vocab.txt").unlink()
-    blob = (snapshot / name).resolve()
-    data = bytearray(blob.read_bytes())
-    if name == "config.json":
-        data[1:1] = b" "
-    else:
-        data[-6] ^= 1
-    blob.write_bytes(data)
-    assert audit(snapshot).ok
-    report = audit(make_adapter(tmp_path / "it"), base=snapshot, values=True)
+    (snapshot / "model-00002-of-00003.safetensors").unlink()
+    report = audit(narrow)  # an interrupted download is no fault of the adapter
     assert report.of_base is not None
     assert not report.errors
-    assert {finding.code for finding in report.of_base.errors} == {"BLOB_DIFFERS"}
+    assert {finding.code for finding in report.of_base.errors} == {"INDEX_MISSING_FILE"}
     assert not report.ok
-    assert f"source={snapshot} values=true" in report.text()
-    with pytest.raises(ConfigError, match="BLOB_DIFFERS"):
-        require_base(snapshot, whole=True)
-
-
-@pytest.mark.parametrize("index", [True, False])
-def test_an_interrupted_download_is_no_fault_of_the_adapter(tmp_path: Path, *, index: bool) -> None:
-    snapshot = hub_cache(tmp_path)
-    shard = snapshot / "model-00002-of-00003.safetensors"
-    blob = shard.resolve()
-    left = blob.with_name(f"{'b' * 64}.incomplete")
-    left.touch()
-    assert audit(snapshot).ok, "left behind by another revision"
-    blob.rename(blob.with_name(f"{blob.name}.incomplete"))
-    left.unlink()
-    shard.unlink()
-    if not index:
-        (snapshot / "model.safetensors.index.json").unlink()
-    report = audit(make_adapter(tmp_path / "it"), base=snapshot)
-    assert report.of_base is not None
-    assert not report.errors
-    (interrupted,) = (e for e in report.of_base.errors if e.code == "DOWNLOAD_INTERRUPTED")
-    assert interrupted.fix.startswith("hf download x/y --revision aaaa")
+    assert f"source={snapshot}" in report.text()
 
 
 def zeros(name: str) -> Callable[[Arrays], Arrays]:
@@ -221,8 +163,8 @@ def test_values_of_a_base(tmp_path: Path) -> None:
     added = zeros("layers.1.self_attn.o_proj")(zeros("layers.1.mlp.down_proj")(tensors()))
     require_base(make_model(tmp_path / "llama pro", added), whole=True)
     faults: list[tuple[Callable[[Arrays], Arrays], str]] = [
-        (zeros("lm_head"), "ALL_ZERO"),
-        (zeros("layers.1.mlp.down_proj"), "ALL_ZERO"),
+        (zeros("lm_head"), "CONSTANT_ROWS"),
+        (zeros("layers.1.mlp.down_proj"), "CONSTANT_ROWS"),
         (lambda arrays: {k: np.ones_like(a) for k, a in arrays.items()}, "CONSTANT_ROWS"),
         (lambda arrays: {k: a * np.nan for k, a in arrays.items()}, "NOT_FINITE"),
         (bare, "QUANT_CONFIG"),
@@ -241,7 +183,7 @@ def test_norms_and_directions(tmp_path: Path) -> None:
     raw = {k: a * (300 if "q_proj" in k else 1) for k, a in tensors().items()}
     for name, arrays, expected in (
         ("trained", noisy, set()), ("raw", raw, {"NORM_DIFFERS"}),
-        ("other", tensors(seed=1), {"WRONG_BASE"}),
+        ("other", tensors(seed=1), {"WRONG_BASE"})
     ):  # fmt: skip
         report = audit(make_model(tmp_path / name, arrays), base=base, values=True)
         assert {finding.code for finding in report.errors} == expected
@@ -273,7 +215,7 @@ def test_every_changed_setting_is_named(tmp_path: Path) -> None:
         ("CONFIG_CHANGED", "rope theta", "error"),
         ("CONFIG_CHANGED", "rms_norm_eps", "error"),
         ("CONFIG_CHANGED", "attn_logit_softcapping", "error"),
-        ("CONFIG_DIFFERS", "max_position_embeddings", "info"),
+        ("CONFIG_CHANGED", "max_position_embeddings", "info"),
     }
 
 
@@ -283,11 +225,11 @@ def test_settings_that_change_nothing_give_no_finding(tmp_path: Path) -> None:
         {"use_cache": False, "torch_dtype": "float32", "transformers_version": "4.1"},
         {"_name_or_path": "x/y", "num_labels": 1, "architectures": ["LlamaForCausalLM"]},
         {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-        {"sliding_window": 4096, "use_sliding_window": False, "rope_scaling": None},
+        {"sliding_window": 4096, "use_sliding_window": False, "rope_scaling": None}
     )):  # fmt: skip
         root = merge(tmp_path / str(number), rope_theta=1e6)
         edit_json(root / "config.json", **changes)
-        assert not {"CONFIG_CHANGED", "CONFIG_DIFFERS"} & set(codes(root, base=base)), changes
+        assert not {"CONFIG_CHANGED"} & set(codes(root, base=base)), changes
 
 
 def test_a_tokenizer_class_that_is_not_the_bases(tmp_path: Path) -> None:
@@ -296,4 +238,4 @@ def test_a_tokenizer_class_that_is_not_the_bases(tmp_path: Path) -> None:
     for root in (make_model(tmp_path / "it", tensors(1)), make_adapter(tmp_path / "adapter")):
         for name, differs in (("PreTrainedTokenizerFast", True), ("LlamaTokenizer", False)):
             write_json(root / "tokenizer_config.json", {"tokenizer_class": name})
-            assert ("CONFIG_DIFFERS" in codes(root, base=base)) is differs
+            assert ("CONFIG_CHANGED" in codes(root, base=base)) is differs

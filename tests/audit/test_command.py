@@ -15,14 +15,7 @@ import pytest
 
 from flows.cli import tool
 from tasks.audit.run import audit
-from tests.audit.making import (
-    adapter_tensors,
-    make_adapter,
-    make_model,
-    merge,
-    tensors,
-    wrapped,
-)
+from tests.audit.making import adapter_tensors, make_adapter, make_model, merge, tensors, wrapped
 from tests.commands import environment
 from tests.conftest import PROJECT
 
@@ -94,7 +87,7 @@ def test_a_reader_that_has_left_ends_the_command_quietly(tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, "-c", program, f"source={make_model(tmp_path / 'it')}"],
         env=environment(PYTHONPATH=str(PROJECT)), cwd=tmp_path, stdout=writer,
-        stderr=subprocess.PIPE, text=True, check=False,
+        stderr=subprocess.PIPE, text=True, check=False
     )  # fmt: skip
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
@@ -112,7 +105,7 @@ def test_the_command_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None:
     for words in (["--help"], [f"source={base}", f"base={base}", "values=true"]):
         done = subprocess.run(
             [sys.executable, "-c", program, *words],
-            env=environment(PYTHONPATH=str(PROJECT)), capture_output=True, text=True, cwd=tmp_path,
+            env=environment(PYTHONPATH=str(PROJECT)), capture_output=True, text=True, cwd=tmp_path
         )  # fmt: skip
         assert "imported: []" in done.stdout, done.stdout + done.stderr
         if words == ["--help"]:

@@ -55,7 +55,7 @@ HEADERS: tuple[tuple[str, Any], ...] = (
     ("shape", [1.5]), ("shape", [True]), ("shape", [1] * 3000), ("shape", None),
     ("data_offsets", [0, 1 << 62]), ("data_offsets", [-4, 0]), ("data_offsets", [8, 4]),
     ("data_offsets", [0]), ("data_offsets", [0, "4"]), ("data_offsets", {}), ("", 3), ("", None),
-    ("extra", 1),
+    ("extra", 1)
 )  # fmt: skip
 """Key of a tensor in a header, and a value that it must not have."""
 
@@ -74,13 +74,13 @@ TEXTS: tuple[Callable[[bytes], bytes], ...] = (
     lambda raw: b"\xef\xbb\xbf" + raw,
     lambda raw: raw.replace(b"a", b"\xff", 3),
     lambda raw: raw[: len(raw) // 2],
-    lambda raw: raw + b"\0" * 64,
+    lambda raw: raw + b"\0" * 64
 )  # fmt: skip
 NAMES = (
     "\x1b[2J.safetensors", "a\nb.json", os.fsdecode(b"\xff.bin"), "x" * 250, "chat_template.jinja",
     "model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_config.json",
     "tokenizer.json", "manifest.json", "pytorch_model.bin", "model.gguf", "rng_state.pth",
-    "zero_to_fp32.py", "special_tokens_map.json", "added_tokens.json", "vocab.json", "latest",
+    "zero_to_fp32.py", "special_tokens_map.json", "added_tokens.json", "vocab.json", "latest"
 )  # fmt: skip
 SHAPES = ("gone", "empty", "folder", "link", "loop")
 BYTE = st.integers(0, 255)
@@ -97,7 +97,7 @@ MUTATION: st.SearchStrategy[Mutation] = st.one_of(
     st.tuples(st.just("length"), PLACE, st.sampled_from(LENGTHS)),
     st.tuples(st.just("bytes"), PLACE, st.lists(st.tuples(PLACE, BYTE), min_size=1)),
     st.tuples(st.just("shape"), PLACE, st.sampled_from(SHAPES)),
-    st.tuples(st.just("copy"), PLACE, st.sampled_from(NAMES)),
+    st.tuples(st.just("copy"), PLACE, st.sampled_from(NAMES))
 )  # fmt: skip
 
 

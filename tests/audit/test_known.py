@@ -92,12 +92,12 @@ def classes_of_transformers() -> dict[str, Any]:
 
 _PARAMETERS = (
     "add_prefix_space", "legacy", "do_lower_case", "tokenize_chinese_chars", "strip_accents",
-    "remove_space", "keep_accents", "split_by_punct",
+    "remove_space", "keep_accents", "split_by_punct"
 )  # fmt: skip
 """Settings of tokenizer_config.json that change what a class builds."""
 _STUB = (
     "<s>", "<pad>", "</s>", "<unk>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "<mask>",
-    "<|endoftext|>", "a",
+    "<|endoftext|>", "a"
 )  # fmt: skip
 
 

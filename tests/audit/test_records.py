@@ -96,7 +96,6 @@ def test_a_record_that_agrees_says_what_it_proves(source: Path, base: Path) -> N
     assert line.found.startswith("step 3, trl 1.16.0, 1 probes")
     for compared in ("adapter", "template", "tokenizer", "EOS", "tensors", "storage"):
         assert compared in line.found
-    assert f"source={source}" in line.fix
     (source / "plumbline.witness" / "witness.json").unlink()
     assert codes_of(audit(source)) == {}
 
@@ -108,54 +107,46 @@ def edit_facts(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
     write_json(path, facts)
 
 
-FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
-    "alpha": (
-        lambda s: edit_json(s / "adapter_config.json", lora_alpha=4),
-        "WITNESS_ADAPTER", "error", "lora_alpha: 4",
-    ),
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    # how to plant it, and a text of the finding
+    "alpha": (lambda s: edit_json(s / "adapter_config.json", lora_alpha=4), "lora_alpha: 4"),
     "template": (
-        lambda s: (s / "chat_template.jinja").write_text(TEMPLATE + "{{ '<think>' }}"),
-        "WITNESS_FILES", "warning", "sha256 ",
+        lambda s: (s / "chat_template.jinja").write_text(TEMPLATE + "{{ '<think>' }}"), "sha256 "
     ),
-    "tokenizer": (
-        lambda s: edit_json(s / "tokenizer.json", added_tokens=[]),
-        "WITNESS_FILES", "warning", "4 tokens",
-    ),
+    "tokenizer": (lambda s: edit_json(s / "tokenizer.json", added_tokens=[]), "4 tokens"),
     "eos": (
-        lambda s: edit_json(s / "generation_config.json", eos_token_id=2),
-        "WITNESS_FILES", "warning", "eos_token_id: 2",
+        lambda s: edit_json(s / "generation_config.json", eos_token_id=2), "eos_token_id: 2"
     ),
     "base": (
         lambda s: make_model(s.parent / "base", {"model.norm.weight": np.ones(4, np.float32)}),
-        "WITNESS_BASE", "warning", "names, dtypes and shapes",
+        "names, dtypes and shapes"
     ),
     "nf4": (
         lambda s: edit_facts(s, lambda facts: facts.update(quantization={"method": "nf4"})),
-        "WITNESS_BASE", "warning", "not quantised",
+        "not quantised"
     ),
     "newer": (
-        lambda s: edit_facts(s, lambda facts: facts.update(format=99)),
-        "WITNESS_UNREADABLE", "warning", "a record of format 99",
+        lambda s: edit_facts(s, lambda facts: facts.update(format=99)), "a record of format 99"
     ),
     "hostile": (
-        lambda s: edit_facts(s, lambda facts: facts.update(probes=7, versions=[])),
-        "WITNESS_UNREADABLE", "warning", "no probes",
+        lambda s: edit_facts(s, lambda facts: facts.update(probes=7, versions=[])), "no probes"
     ),
     "not json": (
-        lambda s: (s / "plumbline.witness" / "witness.json").write_text("{"),
-        "WITNESS_UNREADABLE", "warning", "not JSON",
+        lambda s: (s / "plumbline.witness" / "witness.json").write_text("{"), "not JSON"
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_difference(name: str, source: Path, base: Path) -> None:
-    plant, code, severity, text = FAULTS[name]
+    plant, text = FAULTS[name]
     plant(source)
     report = audit(source, base=base)
-    read = {} if code == "WITNESS_UNREADABLE" else {"WITNESS": "info"}
-    assert codes_of(report) == {code: severity, **read}
-    (finding,) = [finding for finding in report.findings if finding.code == code]
+    is_read = name not in ("newer", "hostile", "not json")
+    severity = "error" if name == "alpha" else "warning"
+    expected = {"WITNESS_DIFFERS": severity, **({"WITNESS": "info"} if is_read else {})}
+    assert codes_of(report) == expected
+    (finding,) = [each for each in report.findings if each.code == "WITNESS_DIFFERS"]
     assert text in finding.found
     assert "CANNOT_JUDGE" not in by_code(report)
 
@@ -172,38 +163,22 @@ def signed(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
     return root
 
 
-def added_by(root: Path, key: Path) -> dict[str, str]:
-    """Return the findings that the key adds to those of an audit without it, by code."""
-    with_key = by_code(audit(root, public_key=key))
-    without = by_code(audit(root))
-    return {code: with_key[code] for code in with_key.keys() - without.keys()}
-
-
-def test_a_signature_that_holds_is_no_finding(signed: Path, keys: tuple[Path, Path]) -> None:
-    codes = by_code(audit(signed))
-    assert codes.pop("SIGNATURE_UNCHECKED") == "info"
-    assert by_code(audit(signed, public_key=keys[1])) == codes
-    (signed / "model.sig").unlink()
-    assert by_code(audit(signed)) == codes  # the file itself upsets no other check
-
-
-def test_each_way_to_break_it_has_a_code_and_names_the_file(
+def test_a_signature_is_compared_with_every_file(
     signed: Path, keys: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    assert added_by(signed, make_pair(tmp_path, "other")[1]) == {"SIGNATURE_WRONG": "error"}
+    codes = by_code(audit(signed))
+    assert by_code(audit(signed, public_key=keys[1])) == codes
+    other = make_pair(tmp_path, "other")[1]
+    assert by_code(audit(signed, public_key=other)) == {**codes, "SIGNATURE_WRONG": "error"}
     edit_json(signed / "config.json", rms_norm_eps=1e-5)
     (signed / "generation_config.json").write_text("{}")
-    report = audit(signed, public_key=keys[1])
-    (wrong,) = (each for each in report.findings if each.code == "SIGNATURE_WRONG")
+    findings = audit(signed, public_key=keys[1]).findings
+    (wrong,) = (each for each in findings if each.code == "SIGNATURE_WRONG")
     assert "config.json" in wrong.found
     assert "generation_config.json" in wrong.found
-    assert not report.ok
-    (signed / "config.json").unlink()
-    assert added_by(signed, keys[1])["SIGNATURE_WRONG"] == "error"
-    (signed / "model.sig").write_text("{}")
-    assert added_by(signed, keys[1]) == {"SIGNATURE_WRONG": "error"}
-    (signed / "model.sig").unlink()
-    assert added_by(signed, keys[1]) == {"SIGNATURE_WRONG": "error"}
+    for damage in (lambda file: file.write_text("{}"), lambda file: file.unlink()):
+        damage(signed / "model.sig")
+        assert by_code(audit(signed, public_key=keys[1]))["SIGNATURE_WRONG"] == "error"
 
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

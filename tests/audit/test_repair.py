@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
-from tasks.audit.repair import Repaired, repair
+from tasks.audit.repair import repair
 from tasks.audit.run import audit
 from tasks.core.errors import ConfigError, ContractError
 from tasks.pipeline.artifact import Origin, open_artifact, publish, verify
@@ -21,24 +20,10 @@ from tests.audit.making import (
     errors,
     make_adapter,
     make_model,
+    make_shards,
     tensors,
     wrapped,
-    write_json,
 )
-
-WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-EMPTY = {key: array[:0, 0] for key, array in adapter_tensors().items()}
-
-
-def repaired(root: Path, **options: Any) -> Repaired:
-    """Repair a folder and check the invariants of every repair."""
-    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
-    done = repair(root, root.with_name("new"), **options)
-    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
-    assert verify(open_artifact(done.artifact.path)) == []
-    assert done.artifact.manifest()["notes"]["repaired"] == list(done.done)
-    assert errors(codes(done.artifact.path, values=True)) == set()
-    return done
 
 
 def same(path: Path, arrays: Arrays) -> bool:
@@ -49,33 +34,54 @@ def same(path: Path, arrays: Arrays) -> bool:
     )
 
 
-def test_all_eos_ids(tmp_path: Path) -> None:
-    root = make_model(tmp_path / "it", eos_token_id=2)
-    added = [{"id": 5, "content": "<|end|>", "special": True}]
-    write_json(
-        root / "tokenizer.json", {"added_tokens": added, "model": {"vocab": {"a": 0, "b": 1}}}
-    )
-    write_json(root / "tokenizer_config.json", {"eos_token": "<|end|>"})
-    assert "EOS_DISAGREES" in codes(root)
-    assert "generation_config.json: eos_token_id [5, 2]" in repaired(root).done
+def pickled(root: Path) -> Path:
+    (root / "model.safetensors").unlink()
+    state = {key: torch.from_numpy(array) for key, array in wrapped(tensors()).items()}
+    torch.save(state, root / "pytorch_model.bin")
+    return root
+
+
+def without_index(root: Path) -> Path:
+    (root / "model.safetensors.index.json").unlink()
+    return root
+
+
+def test_a_repaired_copy_has_the_same_tensors(tmp_path: Path) -> None:
+    live = {k.replace(".weight", ".default.weight"): v for k, v in adapter_tensors().items()}
+    cases = {
+        "prefix": (make_model(tmp_path / "1", wrapped(tensors())), tensors()),
+        "pickle": (pickled(make_model(tmp_path / "2")), tensors()),
+        "index": (without_index(make_shards(tmp_path / "3")), tensors()),
+        "adapter": (make_adapter(tmp_path / "4", wrapped(live)), adapter_tensors()),
+    }
+    for name, (root, arrays) in cases.items():
+        before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        assert audit(root).mendable, name
+        done = repair(root, tmp_path / name)
+        assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+        assert verify(open_artifact(done.artifact.path)) == []
+        assert done.artifact.manifest()["notes"]["repaired"] == list(done.done)
+        assert errors(codes(done.artifact.path, values=True)) == set()
+        (file,) = done.artifact.path.glob("*.safetensors")
+        assert same(file, arrays), name
 
 
 def test_what_cannot_be_repaired(tmp_path: Path) -> None:
     """The audit says so beforehand, and nothing is written."""
-    lost = wrapped(tensors())
+    empty = {key: array[:0, 0] for key, array in adapter_tensors().items()}
+    lost, not_finite = wrapped(tensors()), wrapped(tensors())
     del lost["module.lm_head.weight"]
+    not_finite["module.lm_head.weight"][0, 0] = np.nan
     twice = {**tensors(), "module.lm_head.weight": tensors(1)["lm_head.weight"]}
     for number, (root, thing) in enumerate((
-        (make_adapter(tmp_path / "empty", EMPTY), "EMPTY_TENSOR"),
+        (make_adapter(tmp_path / "empty", empty), "EMPTY_TENSOR"),
         (make_model(tmp_path / "lost", lost), "lm_head"),
-        (make_model(tmp_path / "twice", twice), r"lm_head\.weight"),
+        (make_model(tmp_path / "twice", twice), r"lm_head\.weight")
     )):  # fmt: skip
         assert not audit(root).mendable
         with pytest.raises(ContractError, match=thing):
             repair(root, tmp_path / str(number))
         assert not (tmp_path / str(number)).exists()
-    not_finite = wrapped(tensors())
-    not_finite["module.lm_head.weight"][0, 0] = np.nan
     assert not audit(make_model(tmp_path / "nan", not_finite), values=True).mendable
     foreign = {k.replace("q_proj", "x_proj"): v for k, v in adapter_tensors().items()}
     adapter = make_adapter(tmp_path / "foreign", wrapped(foreign))
@@ -91,28 +97,10 @@ def test_an_output_folder_that_is_in_use(tmp_path: Path) -> None:
 
 
 def test_an_altered_artifact_does_not_get_a_new_manifest(tmp_path: Path) -> None:
-    root = make_model(tmp_path / "it", wrapped(tensors()))
-    work = tmp_path / "artifact"
-    root.rename(work)
-    publish(work, tmp_path / "it", Origin("weights", "merge", "it"))
+    work, root = make_model(tmp_path / "work", wrapped(tensors())), tmp_path / "it"
+    publish(work, root, Origin("weights", "merge", "it"))
     assert audit(root).mendable
     (root / "generation_config.json").write_text("{}")
     assert not audit(root).mendable
     with pytest.raises(ContractError, match="MANIFEST_DIFFERS"):
         repair(root, tmp_path / "new")
-
-
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-@pytest.mark.parametrize("place", ["beginning", "middle"])
-def test_a_byte_order_mark_of_a_template(name: str, place: str, tmp_path: Path) -> None:
-    root = make_model(tmp_path / "it")
-    text = "{% for m in messages %}{{ m.content }}\u00e9\r\n{% endfor %}"
-    marked = f"\ufeff{text}" if place == "beginning" else text.replace("\u00e9", "\u00e9\ufeff")
-    if name == "chat_template.jinja":
-        (root / name).write_text(marked, newline="")
-    else:
-        write_json(root / name, {"chat_template": marked})
-    assert "TEMPLATE_MARK" in errors(codes(root))
-    done = repaired(root)
-    new = (done.artifact.path / name).read_bytes().decode()
-    assert (new if name == "chat_template.jinja" else json.loads(new)["chat_template"]) == text

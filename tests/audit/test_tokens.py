@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +15,12 @@ from tokenizers import Tokenizer, models
 from tasks.audit.checks.templates import EOS, read_template
 from tasks.audit.checks.tokens import Tokens, read_tokens
 from tasks.audit.folder import Folder
-from tasks.audit.repair import repair
-from tasks.audit.run import audit
 from tasks.weights.tokens.prove_ids import misread
 from tests.audit.making import codes, edit_json, make_model, tensors
 from tests.weights.making import TEMPLATE, save_tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=6)
-NASTY = [
-    '"', '":1', '\\":7', "\\", '": 5,', "}", "</s>", "é", "日本", "merges", '"merges"', "vocab",
-]  # fmt: skip
+NASTY = ['"', '":1', '\\":7', "\\", '": 5,', "}", "</s>", "é", "日本", '"merges"', "vocab"]
 VOCABULARY = st.lists(TEXTS | st.sampled_from(NASTY), unique=True, min_size=1, max_size=20)
 FEW = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -55,7 +50,6 @@ def test_ids_of_vocabularies(texts: list[str], tmp_path_factory: pytest.TempPath
 
 def test_added_tokens_and_merges(tmp_path: Path) -> None:
     core = Tokenizer(models.BPE({"a": 0, "9": 1, "a9": 2}, [("a", "9")]))
-    assert saved(tmp_path / "merges", core).rows == 3
     core.add_special_tokens(["<eos>"])
     core.add_tokens(["<tool>"])
     tokens = saved(tmp_path / "added", core)
@@ -67,32 +61,23 @@ def test_added_tokens_and_merges(tmp_path: Path) -> None:
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>", "<|header|>", "<end_of_turn>", "</s>")
 LOOP = "{% for m in messages %}"
+ENDS: dict[str, set[str]] = {
+    TEMPLATE: {"<|im_end|>"},
+    LOOP + "{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}": {"<|im_end|>"},
+    LOOP + "{{ m['content'] + eos_token }}{% endfor %}": {EOS},
+    LOOP + "{{ '<|header|>' + m['content'] | trim + '<|eot|>' }}{% endfor %}": {"<|eot|>"},
+    LOOP + "{% set content = '<|header|>' + m['content'] | trim + '<|eot|>' %}"
+    "{{ content }}{% endfor %}": {"<|eot|>"},
+    LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end_of_turn>"
+    "{% endgeneration %}{% endif %}{% endfor %}": {"<end_of_turn>"},
+    LOOP + "{{ m.content ~ '</s>' }}{% break %}{% endfor %}": {"</s>"},
+    LOOP + "{{ m.content }}\n{% endfor %}": set(),
+    LOOP + "{{ ('[' + m.content + '<|eot|>') if m.role else '' }}{% endfor %}": {"<|eot|>"},
+}
 
 
-@pytest.mark.parametrize(
-    ("template", "ends"),
-    [
-        (TEMPLATE, {"<|im_end|>"}),
-        (LOOP + "{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}", {"<|im_end|>"}),
-        (LOOP + "{{ m['content'] + eos_token }}{% endfor %}", {EOS}),
-        (LOOP + "{{ '<|header|>' + m['content'] | trim + '<|eot|>' }}{% endfor %}", {"<|eot|>"}),
-        (
-            LOOP + "{% set content = '<|header|>' + m['content'] | trim + '<|eot|>' %}"
-            "{{ content }}{% endfor %}",
-            {"<|eot|>"},
-        ),
-        (
-            LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end_of_turn>"
-            "{% endgeneration %}{% endif %}{% endfor %}",
-            {"<end_of_turn>"},
-        ),
-        (LOOP + "{{ m.content ~ '</s>' }}{% break %}{% endfor %}", {"</s>"}),
-        (LOOP + "{{ m.content }}\n{% endfor %}", set()),
-        (LOOP + "{{ ('[' + m.content + '<|eot|>') if m.role else '' }}{% endfor %}", {"<|eot|>"}),
-    ],
-)  # fmt: skip
-def test_tokens_after_a_message(template: str, ends: set[str]) -> None:
-    assert read_template(template, SPECIAL).ends == ends
+def test_tokens_after_a_message() -> None:
+    assert {text: read_template(text, SPECIAL).ends for text in ENDS} == ENDS
 
 
 def test_a_template_is_not_run() -> None:
@@ -113,10 +98,19 @@ def llama(tmp_path: Path) -> Path:
     return folder
 
 
+def test_the_fix_of_a_class_that_rebuilds_the_steps(llama: Path) -> None:
+    edit_json(llama / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
+    assert misread(llama)
+    assert codes(llama)["TOKENIZER_MISREAD"] == "error"
+    edit_json(llama / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    assert "TOKENIZER_MISREAD" not in codes(llama)
+    assert misread(llama) == ""
+
+
 def edit_tokenizer(folder: Path, step: str) -> None:
     """Change one step of a tokenizer, or add a token to it."""
     path = folder / "tokenizer.json"
-    document: dict[str, Any] = json.loads(path.read_text())
+    document = json.loads(path.read_text())
     model = document["model"]
     if step == "pre_tokenizer":
         document[step] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}
@@ -124,47 +118,22 @@ def edit_tokenizer(folder: Path, step: str) -> None:
         document[step] = {"type": "Fuse"}
     elif step == "merges":
         model["merges"] = [["a", "b"]]
+    elif step == "a merge":
+        model["vocab"]["ab"] = 300
     elif step == "vocabulary":
         model["vocab"]["a"], model["vocab"]["b"] = model["vocab"]["b"], model["vocab"]["a"]
-    elif step == "added":
+    else:
         number = 1 + max(model["vocab"].values())
-        document["added_tokens"].append(
-            {**document["added_tokens"][0], "id": number, "content": "<t>"}
-        )
+        added = {**document["added_tokens"][0], "id": number, "content": "<t>"}
+        document["added_tokens"].append(added)
     path.write_text(json.dumps(document))
-
-
-def test_a_class_that_rebuilds_the_steps_is_an_error_and_is_repaired(
-    llama: Path, tmp_path: Path
-) -> None:
-    edit_json(llama / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
-    assert misread(llama)
-    report = audit(llama)
-    assert "TOKENIZER_MISREAD" in {finding.code for finding in report.findings}
-    assert report.mendable
-    repair(llama, tmp_path / "out")
-    assert "TOKENIZER_MISREAD" not in codes(tmp_path / "out")
-    assert misread(tmp_path / "out") == ""
-
-
-def test_the_repair_with_a_misread_base_keeps_the_ids(llama: Path, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(llama, base)
-    edit_json(base / "tokenizer_config.json", tokenizer_class="LlamaTokenizer")
-    edit_json(llama / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
-    repair(llama, tmp_path / "out", base=base)
-    assert misread(tmp_path / "out") == ""
 
 
 def test_a_tokenizer_that_is_not_the_bases(llama: Path, tmp_path: Path) -> None:
     for step in ("pre_tokenizer", "merges", "vocabulary", "decoder", "added"):
-        base = tmp_path / "base"
-        shutil.copytree(llama, base, dirs_exist_ok=True)
+        base = shutil.copytree(llama, tmp_path / "base", dirs_exist_ok=True)
         edited = shutil.copytree(llama, tmp_path / step)
         for folder in (base, edited) if step == "merges" else ():
-            path = folder / "tokenizer.json"
-            document = json.loads(path.read_text())
-            document["model"]["vocab"]["ab"] = 300
-            path.write_text(json.dumps(document))
+            edit_tokenizer(folder, "a merge")
         edit_tokenizer(edited, step)
         assert ("TOKENIZER_NOT_OF_BASE" in codes(edited, base=base)) is (step != "added"), step

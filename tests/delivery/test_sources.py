@@ -127,7 +127,7 @@ def _deepspeed(place: Place) -> Case:
 def _unsloth(place: Place) -> Case:
     """A merged model in shards, without generation_config.json."""
     source = _unsloth_shards(place)
-    return Case([f"source={source}"], ["convert"], place.merged, {"GENERATION_CONFIG_MISSING"})
+    return Case([f"source={source}"], ["convert"], place.merged, {"FILE_MISSING"})
 
 
 def _unsloth_shards(place: Place) -> Path:
@@ -163,10 +163,8 @@ def _several_wrappers(key: str) -> str:
 
 
 SOURCES: dict[str, Callable[[Place], Case]] = {
-    "LLaMA-Factory": _trainer(making.llamafactory, "out", "ADAPTER_IS_NO_MODEL", "PICKLE_CLASSES"),
-    "OpenRLHF, ZeRO-3": _trainer(
-        making.openrlhf_zero3, "ckpt", "PICKLED_WEIGHTS", "CONFIG_BESIDE_ADAPTER"
-    ),
+    "LLaMA-Factory": _trainer(making.llamafactory, "out", "ADAPTER_IS_NO_MODEL", "PICKLE_CALLS"),
+    "OpenRLHF, ZeRO-3": _trainer(making.openrlhf_zero3, "ckpt", "PICKLED_WEIGHTS", "MIXTURE"),
     "a base in .bin files": _base_in_bin_files,
     "our shards": _our_shards,
     "ZeRO-3": _deepspeed,

@@ -1,12 +1,13 @@
 """Checks of an opened source, in the order of the report; see `tasks.audit.check`.
 
-folder, files, zero  the folder, its files, checkpoints that are not gathered
-names, heads         names and shapes of tensors, heads
+folder, files, zero    the folder, its files, checkpoints that are not gathered
+names, heads           names and shapes of tensors, heads
 adapter, adapter_base  PEFT adapters, and how they fit their base
-tokens, templates    tokenizers, chat templates
-witness              the record that training left
-config, serving      settings, dtypes, quantisation; what servers read otherwise
-values, merge        numbers: by themselves, against the base, against base and adapter
+templates, tokens      chat templates, tokenizers
+witness                the record that training left
+config, stored         settings; dtypes and quantisation
+exports                GGUF files and Modelfiles
+values, merge          numbers: by themselves, against the base, against base and adapter
 """
 
 from tasks.audit.checks import (  # isort: skip -- in the order of the report
@@ -21,7 +22,8 @@ from tasks.audit.checks import (  # isort: skip -- in the order of the report
     tokens as tokens,
     witness as witness,
     config as config,
-    serving as serving,
+    stored as stored,
+    exports as exports,
     values as values,
     merge as merge,  # last: it plans a merge only if nothing else is wrong
 )

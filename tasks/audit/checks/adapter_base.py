@@ -1,4 +1,4 @@
-"""Adapters and their base: modules, sizes, vocabulary, ties, and the plan of the merge."""
+"""Adapters and their base: modules, sizes, vocabulary, ties, and the base's own storage."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tasks.audit.checks.adapter import (
     is_lora,
     plain_module,
 )
-from tasks.audit.checks.names import Embeddings, embeddings_of, tail_of
 from tasks.audit.known import is_multimodal, text_config
 from tasks.audit.source import ADAPTER_CONFIG, Source
+from tasks.audit.tensor_names import Embeddings, embeddings_of, tail_of
 from tasks.core.errors import first_and_more
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.lora_config import targeted_modules
@@ -31,7 +31,7 @@ _ELSEWHERE = ("expert", "moe", "router", ".gate.")
 _TEXT, _WRAPPED = "model.layers.", re.compile(r"(model\.)?language_model\..*\.\d+\.")
 _TEXT_NAMES_TAKEN = ("ministral3", "mistral")
 """Text models whose names vLLM maps to the multimodal model (its `mistral3.py`)."""
-_SHOWN, _MANY = 8, 200
+_MANY = 200
 _TIED = ("lm_head", "embed_out")
 """Names of output embeddings, which are not on disk if they are tied."""
 
@@ -44,14 +44,11 @@ class Base:
         modules: shape of the weight of every module, by its name on disk.
         tails: the same by the end of the name (see `tail_of`); None if two modules share it, or if
             the module has no tensor `weight`.
-        embeddings: keys of its embeddings.
-        plain: True if its weights have the shapes of the modules.
     """
 
     modules: Mapping[str, tuple[int, ...]]
     tails: Mapping[str, tuple[int, ...] | None]
     embeddings: Embeddings
-    plain: bool
 
     def shape_of(self, module: str) -> tuple[int, ...] | None:
         """Return the shape of a module's weight; None if it is not known for certain."""
@@ -65,28 +62,24 @@ class Base:
 
     @property
     def vocabulary(self) -> set[str]:
-        """Keys of both embeddings; a tied output embedding is not on disk."""
+        """Names of both embeddings; a tied output embedding is not on disk."""
         both = (self.embeddings.input, self.embeddings.output or "lm_head.weight")
-        return {key for key in both if key}
+        return {key.removesuffix(".weight") for key in both if key}
 
 
 def _modules(source: Source) -> Base:
     """Read the modules of the base from the shapes of its tensors."""
     modules: dict[str, tuple[int, ...]] = {}
     tails: dict[str, tuple[int, ...] | None] = {}
-    others: set[str] = set()
     base = _base(source)
+    others = {tail_of(key.rpartition(".")[0]) for key in base.tensors}
     for key, tensor in base.tensors.items():
         module, _, part = key.rpartition(".")
         if part == "weight":
             modules[module], tail = tensor.shape, tail_of(module)
             tails[tail] = tensor.shape if tail not in tails else None
-        else:
-            others.add(tail_of(module))
-    config = base.config()
-    embeddings = embeddings_of(base.tensors, config)
-    tails = {**dict.fromkeys(others), **tails}
-    return Base(modules, tails, embeddings, plain=stored(config) is None or is_fp8(config))
+    embeddings = embeddings_of(base.tensors, base.config())
+    return Base(modules, {**dict.fromkeys(others), **tails}, embeddings)
 
 
 def _base(source: Source) -> Source:
@@ -97,13 +90,9 @@ def _base(source: Source) -> Source:
 
 def fits_base(source: Source) -> bool:
     """Return True for a LoRA adapter and a base whose tensors are all known."""
-    return (
-        is_lora(source)
-        and source.base is not None
-        and source.base.is_model
-        and source.base.weights.is_whole
-        and bool(source.tensors)
-    )
+    base = source.base
+    is_model = base is not None and base.is_model and base.weights.is_whole
+    return is_model and is_lora(source) and bool(source.tensors)
 
 
 @check(
@@ -127,8 +116,7 @@ def undecodable_base(source: Source) -> Iterator[Fault]:
 
 @check(
     "QLORA_BASE", WARNING, needs=(ADAPTER, BASE),
-    why="4-bit weights differ from the 16-bit ones by more than most adapters change them: merged "
-    "into the 16-bit base, the model is not the trained one",
+    why="4-bit weights differ from 16-bit ones by more than most adapters change them",
     fix="merge into the dequantised 4-bit base: {merge}",
     issues="unsloth-zoo PR #810, peft #2321, peft #2105",
 )  # fmt: skip
@@ -153,10 +141,8 @@ def _unknown(source: Source) -> list[str]:
 
 @check(
     "ADAPTER_MODULES", ERROR, needs=(fits_base,),
-    why="peft finds none of these tensors in its model and only warns ('Found missing adapter "
-    "keys'): the model answers as the base. vLLM serves it the same way, or refuses it",
-    fix="pass the base that adapter_config.json names; or save the adapter with save_pretrained "
-    "from the model that was trained, or rename its keys",
+    why="peft only warns ('Found missing adapter keys'): the model answers as the base",
+    fix="pass the base that adapter_config.json names, or save the adapter with save_pretrained",
     issues="LLaMA-Factory #4913, vLLM #34186, vLLM #48019",
 )  # fmt: skip
 def module_names(source: Source) -> Iterator[Fault]:
@@ -178,13 +164,10 @@ def module_names(source: Source) -> Iterator[Fault]:
     wrapped = [key for key in model.tensors if _WRAPPED.match(key)]
     names = [name for name in keys.pairs if name.startswith(_TEXT)]
     if names and wrapped and not any(key.startswith(_TEXT) for key in model.tensors):
+        text, file = f"{names[0]}, a name of the text model", keys.pairs[names[0]].file
         expected = f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}"
-        yield Fault(
-            f"{names[0]}, a name of the text model", expected, keys.pairs[names[0]].file, names,
-            severity=WARNING,
-            why="vLLM accepts an adapter if the ends of its module names match the model's, but "
-            "applies only modules whose full names match: without a warning it has no effect",
-        )  # fmt: skip
+        why = "vLLM accepts it and applies only modules whose full names match, without a warning"
+        yield Fault(text, expected, file, names, WARNING, why)
 
 
 def _meant(module: str, base: Base) -> str:
@@ -203,22 +186,23 @@ def _is_elsewhere(module: str) -> bool:
 
 @check(
     "ADAPTER_SHAPE", ERROR, needs=(fits_base,),
-    why="peft and vLLM refuse to load it with 'size mismatch': it was trained on another base",
+    why="peft and vLLM refuse it with 'size mismatch': it was trained on another base",
     fix="pass the base that adapter_config.json names",
     issues="LLaMA-Factory #4913",
 )  # fmt: skip
 def pair_shapes(source: Source) -> Iterator[Fault]:
-    """LoRA pairs whose sizes do not fit the base."""
-    base = source.once(_modules)
+    """LoRA pairs whose sizes do not fit the base: one finding for each wrong size."""
+    base, config = source.once(_modules), _base(source).config()
     wrong: dict[tuple[str, str, str], list[str]] = {}
-    for name, pair in source.once(adapter_keys).pairs.items() if base.plain else ():
+    plain = stored(config) is None or is_fp8(config)  # its weights have the modules' shapes
+    for name, pair in source.once(adapter_keys).pairs.items() if plain else ():
         shape, sizes = base.shape_of(plain_module(name)), _sizes(pair)
         if shape is None or sizes is None or len(shape) != 2 or _is_elsewhere(name):
             continue
         if sizes not in (shape, shape[::-1]):  # GPT-2 stores layers and embeddings transposed
             text = f"a pair for {list(sizes)}", f"{list(shape)}, as the base has", pair.file
             wrong.setdefault(text, []).append(name)
-    for (actual, expected, file), names in list(wrong.items())[:_SHOWN]:
+    for (actual, expected, file), names in wrong.items():
         yield Fault(actual, expected, file, names)
 
 
@@ -232,10 +216,8 @@ def _sizes(pair: Pair) -> tuple[int, int] | None:
 
 @check(
     "ADAPTER_VOCABULARY", WARNING, needs=(fits_base,),
-    why="the vocabulary grew in training: peft fails with 'size mismatch for "
-    "...embed_tokens.modules_to_save.default.weight' unless the base is resized first",
-    fix="resize the base to the adapter's rows before peft loads it, or merge it, which uses the "
-    "adapter's rows: {merge}",
+    why="the vocabulary grew: peft fails with 'size mismatch' unless the base is resized",
+    fix="resize the base before peft loads it, or merge it: {merge}",
     issues="LLaMA-Factory #3125, LLaMA-Factory #5262, LLaMA-Factory #3154",
 )  # fmt: skip
 def grown_vocabulary(source: Source) -> Iterator[Fault]:
@@ -244,11 +226,11 @@ def grown_vocabulary(source: Source) -> Iterator[Fault]:
     if not base.embeddings.input:
         return
     rows = _base(source).tensors[base.embeddings.input].shape[0]
-    known = {key.rpartition(".")[0].rpartition(".")[2] for key in base.vocabulary}
+    leaves = {name.rpartition(".")[2] for name in base.vocabulary}
     resized = [
         name
         for name, tensor in keys.whole.items()
-        if plain_module(name.rpartition(".")[0]).rpartition(".")[2] in known
+        if plain_module(name.rpartition(".")[0]).rpartition(".")[2] in leaves
         and len(tensor.shape) == 2
         and tensor.shape[0] not in (0, rows)
     ]
@@ -259,16 +241,14 @@ def grown_vocabulary(source: Source) -> Iterator[Fault]:
 
 @check(
     "ADAPTER_PARTS_TIE", WARNING, needs=(fits_base,),
-    why="after a merge input and output embedding differ; if tie_word_embeddings stays true, "
-    "loaders use one for both and the model repeats a token",
-    fix="merge it with Plumbline, which unties the two, {merge}, or set tie_word_embeddings to "
-    "false in the merged config.json",
+    why="after a merge the two differ; if they stay tied, the model repeats a token",
+    fix="merge it with Plumbline, which unties them: {merge}",
     issues="transformers #45127",
 )  # fmt: skip
 def parted_tie(source: Source) -> Iterator[Fault]:
     """An adapter that changes one of two tied embeddings."""
     keys, base = source.once(adapter_keys), source.once(_modules)
-    leaves = {name.rpartition(".")[0].rpartition(".")[2] for name in base.vocabulary}
+    leaves = {name.rpartition(".")[2] for name in base.vocabulary}
     changed = {plain_module(name) for name in keys.pairs}
     changed |= {plain_module(name.rpartition(".")[0]) for name in keys.whole}
     touched = [name for name in sorted(changed) if name.rpartition(".")[2] in leaves]
@@ -282,12 +262,9 @@ def uncovered_modules(source: Source) -> Iterator[Fault]:
     """Target modules of the base without a LoRA pair, by peft's rules for names."""
     keys, base = source.once(adapter_keys), source.once(_modules)
     config = source.once(adapter_config)
-    settings = (config.exclude_modules, config.layers_pattern, config.modules_to_save)
-    patterns = [
-        pattern
-        for setting in settings
-        for pattern in ((setting,) if isinstance(setting, str) else setting)
-    ]
+    patterns: list[str] = []
+    for setting in (config.exclude_modules, config.layers_pattern, config.modules_to_save):
+        patterns += [setting] if isinstance(setting, str) else setting
     if isinstance(config.target_modules, str) or not is_cheap(*patterns):
         return
     if not source.weights.is_whole or source.once(_unknown):
@@ -295,11 +272,10 @@ def uncovered_modules(source: Source) -> Iterator[Fault]:
     have = {plain_module(name) for name in keys.pairs}
     if not have <= set(base.modules):
         return  # the base names its modules differently in memory: names cannot be compared
-    heads = {name.rpartition(".")[0]: EMBEDDING for name in base.vocabulary}
     # Separate experts on disk are one parameter in transformers 5, and not modules.
     fused = not any(_is_elsewhere(name) for name in have)
     kinds = {
-        name: heads.get(name, LINEAR if len(shape) == 2 else OTHER)
+        name: EMBEDDING if name in base.vocabulary else LINEAR if len(shape) == 2 else OTHER
         for name, shape in base.modules.items()
         if len(shape) > 1 and not (fused and _is_elsewhere(name))
     }

@@ -8,10 +8,8 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from itertools import groupby
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, also, check
 from tasks.audit.checks.adapter import adapter_keys, is_lora, pattern_of, plain_module
@@ -24,7 +22,6 @@ from tasks.core.errors import PlumblineError
 from tasks.weights.execute.worker import perform
 from tasks.weights.files.dtypes import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
-from tasks.weights.files.source import Reader
 from tasks.weights.pairing import renamed_keys
 from tasks.weights.proof import (
     Planned,
@@ -49,9 +46,6 @@ _OTHER_BASE, _FEW = 0.5, 2
 """Share, and number, of untouched tensors that differ, above which the base is another one."""
 _KEPT, _NAMED = 0.9, 3
 """Share of the adapter below which rounding is reported, and number of tensors that are named."""
-_SIXTEEN_BITS = ("BF16", "F16")
-_SAMPLED, _LEAST, _MOST = 64, 100, 0.5
-"""Rows of each matrix that are compared; least number, and largest share, of changed weights."""
 
 
 def knows_adapter(source: Source) -> bool:
@@ -93,10 +87,7 @@ def merged_into_another(source: Source) -> Iterator[Fault]:
 
 @check(
     "MERGE_WRONG", ERROR, needs=(knows_adapter,),
-    why="the model is not, or only partly, the trained one. It loads everywhere and nothing fails: "
-    "modules were left out, the adapter was added twice or with a wrong scale (lora_alpha / r, or "
-    "lora_alpha / sqrt(r) with use_rslora), tensors were permuted, lost or damaged, or changed "
-    "although this adapter does not touch them",
+    why="the model is not the trained one: it loads everywhere, and nothing fails",
     fix="merge again from the base: {again}",
 )  # fmt: skip
 def merge_wrong(source: Source) -> Iterator[Fault]:
@@ -122,8 +113,8 @@ def _details(wrong: Sequence[Verdict], proof: Proof) -> str:
     first, count = wrong[0], len(wrong)
     touched = sum(verdict.touched for verdict in proof.verdicts)
     if first.state is State.SCALED:
-        scales = [scale for scale, _ in groupby(sorted(round(v.scale, 3) for v in wrong))]
-        text = f"{scales[0]}" if len(scales) == 1 else f"{scales[0]} to {scales[-1]}"
+        scales = sorted({round(verdict.scale, 3) for verdict in wrong})
+        text = " to ".join(map(str, dict.fromkeys((scales[0], scales[-1]))))
         return f"{text} times the change, in {count} of {touched} tensors"
     if first.state in (State.LEFT_OUT, State.TWICE):
         return f"{count} of {touched} tensors that the adapter changes"
@@ -135,8 +126,7 @@ def _details(wrong: Sequence[Verdict], proof: Proof) -> str:
 
 @check(
     "MERGE_BASE", WARNING, needs=(knows_adapter,),
-    why="an adapter fits only one of the two: the one that was loaded in training. The dequantised "
-    "base is right for an adapter that was trained with 4-bit weights (QLoRA)",
+    why="an adapter fits only one: the dequantised one if it was trained in 4 bits (QLoRA)",
     fix="nothing, if training loaded the base in 4 bits; else merge again: {again}",
 )  # fmt: skip
 def merge_base(source: Source) -> Iterator[Fault]:
@@ -145,14 +135,8 @@ def merge_base(source: Source) -> Iterator[Fault]:
     if not isinstance(proof, Proof):
         return
     packed = [verdict for verdict in proof.verdicts if verdict.dequantized and verdict.touched]
-    plain = [
-        verdict
-        for verdict in proof.verdicts
-        if verdict.touched
-        and not verdict.dequantized
-        and verdict.state is State.RIGHT
-        and verdict.name.endswith("_proj.weight")
-    ]
+    right = [v for v in proof.verdicts if v.touched and v.state is State.RIGHT]
+    plain = [v for v in right if not v.dequantized and v.name.endswith("_proj.weight")]
     if packed and plain:
         text = f"{len(packed)} dequantised, {len(plain)} original"
         yield Fault(text, "one base for all", tensors=_names(plain))
@@ -164,7 +148,7 @@ def merge_base(source: Source) -> Iterator[Fault]:
 @check(
     "MERGE_NOT_PROVEN", WARNING, needs=(knows_adapter,),
     why="these tensors may be wrong",
-    fix="pass a merged model and a base in bf16, fp16 or fp32, and the adapter as PEFT saved it",
+    fix="pass model and base in bf16, fp16 or fp32, and the adapter as PEFT saved it",
 )  # fmt: skip
 def merge_not_proven(source: Source) -> Iterator[Fault]:
     """Tensors that could not be compared with base and adapter."""
@@ -178,11 +162,8 @@ def merge_not_proven(source: Source) -> Iterator[Fault]:
 
 @check(
     "MERGE_ROUNDED", WARNING, needs=(knows_adapter,),
-    why="the sum was rounded to nearest, as peft and all tools that cast it do: a change below "
-    "half a step of the format vanishes, and the served model is closer to the base. Training in "
-    "16 bits without fp32 master weights does the same",
-    fix="merge again with Plumbline, which rounds without bias, {again}; or serve the adapter "
-    "beside its base",
+    why="rounding to nearest drops changes below half a step of the format, as peft does",
+    fix="merge with Plumbline, which rounds without bias: {again}",
 )  # fmt: skip
 def merge_rounded(source: Source) -> Iterator[Fault]:
     """Rounding threw away part of what the adapter learned."""
@@ -238,7 +219,7 @@ def _changes(source: Source) -> dict[str, dict[bool, list[str]]]:
 
 @check(
     "MERGE_PARTIAL", WARNING, needs=(knows_base_only,),
-    why="a merge that stopped halfway looks like this, and so does training of only some layers",
+    why="a merge that stopped halfway looks like this; so does training of some layers",
     fix="pass the adapter to check every tensor: {prove}",
 )  # fmt: skip
 def merge_partial(source: Source) -> Iterator[Fault]:
@@ -249,37 +230,6 @@ def merge_partial(source: Source) -> Iterator[Fault]:
         total = sum(len(each[True]) + len(each[False]) for each in mixed)
         text = f"{len(same)} of {total} tensors are the base's"
         yield Fault(text, "all changed, or none", tensors=same)
-
-
-@also("MERGE_ROUNDED", needs=(knows_base_only,))
-def changed_by_steps(source: Source) -> Iterator[Fault]:
-    """Few weights differ from the base's, and most of those by one step of their format."""
-    elements, changed, steps = 0, 0, 0
-    for key in (key for each in source.once(_changes).values() for key in each[True]):
-        if source.base is None or source.tensors[key].dtype not in _SIXTEEN_BITS:
-            continue
-        ours, theirs = (_words(each, key, _SAMPLED) for each in (source, source.base))
-        apart = np.abs(ours.astype(np.int32) - theirs)
-        elements += apart.size
-        changed += int(np.count_nonzero(apart))
-        steps += int(np.count_nonzero(apart == 1))
-    if changed > _LEAST and changed < _MOST * elements and steps > changed / 2:
-        yield Fault(
-            f"{changed / elements:.0%} of the weights changed, {steps / changed:.0%} of those by "
-            "exactly one step of their format",
-            "most weights of a trained layer changed", severity=INFO,
-            fix="measure it with base=, adapter= and values=true",
-        )  # fmt: skip
-
-
-def _words(source: Source, key: str, rows: int) -> NDArray[np.int16]:
-    """Return the first rows of a 16-bit matrix as words."""
-    info = source.tensors[key]
-    count = min(rows, info.shape[0])
-    raw: NDArray[np.uint8] = np.empty(info.nbytes // info.shape[0] * count, np.uint8)
-    with Reader(source.extents(key)) as reader:
-        reader.into(raw, 0)
-    return raw.view(np.int16)
 
 
 _ABSENT = "No module named"
@@ -305,10 +255,8 @@ def _plan(source: Source) -> Planned | PlumblineError:
 
 @check(
     "ADAPTER_NO_MERGE", ERROR, needs=(may_plan,),
-    why="`deliver` plans the merge from the same headers and refuses it; peft fails with 'size "
-    "mismatch', or drops tensors with a warning",
-    fix="pass the base that adapter_config.json names, or save the adapter again from the training "
-    "run",
+    why="`deliver` refuses it from the same headers; peft stops, or drops tensors",
+    fix="pass the base that adapter_config.json names, or save the adapter again",
     issues="Automodel #3233",
 )  # fmt: skip
 def no_merge(source: Source) -> Iterator[Fault]:
@@ -338,10 +286,8 @@ def live_names(source: Source) -> Iterator[Fault]:
 
 @check(
     "ADAPTER_ROUNDS_AWAY", INFO, needs=(fits_base,),
-    why="peft and all tools that cast the sum round to nearest: changes below half a step of the "
-    "format vanish, and the merged model is closer to the base than the trained one",
-    fix="merge it with Plumbline, which rounds without bias, {merge}, or serve it beside its base; "
-    "with other tools save the merged model in float32",
+    why="rounding to nearest drops changes below half a step of the format, as peft does",
+    fix="merge it with Plumbline, which rounds without bias: {merge}",
 )  # fmt: skip
 def rounds_away(source: Source) -> Iterator[Fault]:
     """Merging this adapter with rounding to nearest loses part of it (with values=true)."""

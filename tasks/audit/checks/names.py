@@ -7,11 +7,11 @@ in milliseconds. Other classes are built by transformers in a child process, wit
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.audit.check import ERROR, MODEL, WARNING, WHOLE, Fault, check
+from tasks.audit.check import ERROR, MODEL, WARNING, WHOLE, Fault, also, check
 from tasks.audit.class_contract import can_be_built, perform_apart
 from tasks.audit.folder import StoredTensor
 from tasks.audit.known import (
@@ -21,10 +21,18 @@ from tasks.audit.known import (
     known,
     of_text,
     text_config,
+    texts,
     whole,
 )
-from tasks.audit.repair import adapter_name, model_name, strip_prefixes
 from tasks.audit.source import CONFIG, Kind, Source
+from tasks.audit.tensor_names import (
+    adapter_name,
+    cannot_rename,
+    embeddings_of,
+    model_name,
+    plain_tensors,
+    tail_of,
+)
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
 from tasks.weights.heads import BUFFERS, OPENRLHF, module_names
@@ -37,92 +45,92 @@ _PEFT = re.compile(
     r"(^|\.)(base_layer|lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|modules_to_save|"
     r"original_module|token_adapter)(\.|$)"
 )
-_LEFT_BY_PEFT = re.compile(r"\.(lora_\w+|original_module|token_adapter)(\.|$)")
 _OWN = "the model's own names"
 
 
-def plain_tensors(source: Source) -> Mapping[str, StoredTensor]:
-    """Return the tensors of a model under the names that they have without wrappers."""
-    if not source.is_model:
-        return source.tensors
-    names: dict[str, StoredTensor] = {}
-    for key, tensor in source.tensors.items():
-        if not _LEFT_BY_PEFT.search(key):
-            names.setdefault(model_name(key), tensor)
-    return names
+def _keys(source: Source) -> list[str]:
+    """Return the keys whose names can be wrong: not those of a value head beside an adapter."""
+    if source.is_model:
+        return list(source.tensors)
+    return [key for key in source.tensors if source.is_adapter and "v_head." not in key]
 
 
 @check(
     "WRAPPER_RESIDUE", ERROR,
-    why="loaders find no key that they know: transformers initialises the model at random with a "
-    "warning, vLLM stops; peft finds none of an adapter's tensors and only warns",
+    why="loaders know no such key: transformers starts at random, vLLM stops, peft only warns",
     fix="take the prefix off: {repair}",
     issues="OpenRLHF #991, Soup #335, axolotl #2744",
 )  # fmt: skip
 def wrapper_residue(source: Source) -> Iterator[Fault]:
     """Key prefixes of DeepSpeed, torch.compile, FSDP, or TRL's model with a value head."""
-    if source.is_model:
-        keys, trl = list(source.tensors), TRL_WRAPPER
-    elif source.is_adapter:
-        keys, trl = [key for key in source.tensors if "v_head." not in key], "\0"
-    else:
-        return
-    wrapped = [key for key in keys if unwrap(key) != key or key.startswith(trl)]
+    wrapped = [
+        key
+        for key in _keys(source)
+        if unwrap(key) != key or (source.is_model and key.startswith(TRL_WRAPPER))
+    ]
     if wrapped:
-        text = f"{len(wrapped)} keys with a wrapper's name"
-        yield Fault(text, _OWN, tensors=wrapped, repair=strip_prefixes)
+        text, fixable = f"{len(wrapped)} keys with a wrapper's name", not cannot_rename(source)
+        yield Fault(text, _OWN, tensors=wrapped, repairable=fixable)
 
 
 @check(
     "PEFT_RESIDUE", ERROR,
-    why="transformers initialises every layer at random with a warning; `There is no module or "
-    "parameter named 'base_model'` in vLLM; peft finds none of an adapter's tensors and only "
-    "warns, so it has no effect",
-    fix="take them off: {repair}; if lora_A and lora_B are among the keys of a model, the adapter "
-    "was never merged: save it as an adapter, and deliver that",
+    why="loaders know no such key: transformers starts at random, vLLM stops, peft only warns",
+    fix="take them off: {repair}; if the adapter was never merged, deliver it as an adapter",
     issues="OpenRLHF #991, OpenRLHF #920, OpenRLHF #1081",
 )  # fmt: skip
 def peft_residue(source: Source) -> Iterator[Fault]:
     """Names of PEFT's wrapper in a model, or keys of an adapter that are not as PEFT saves them."""
+    keys, fixable = _keys(source), not cannot_rename(source)
     if source.is_model:
-        peft = [key for key in source.tensors if PEFT_PREFIX in key or _PEFT.search(key)]
-        if peft:
-            text = f"{len(peft)} keys of a PEFT model"
-            yield Fault(text, _OWN, tensors=peft, repair=strip_prefixes)
-    elif source.is_adapter:
-        keys = [key for key in source.tensors if "v_head." not in key]
+        wrong, expected = [key for key in keys if PEFT_PREFIX in key or _PEFT.search(key)], _OWN
+    else:
         wrong = [key for key in keys if adapter_name(key) != unwrap(key)]
-        if wrong:
-            text = f"{len(wrong)} of {len(keys)} keys with the adapter's name, or without a prefix"
-            yield Fault(text, adapter_name(wrong[0]), tensors=wrong, repair=strip_prefixes)
+        expected = adapter_name(wrong[0]) if wrong else ""
+    if wrong:
+        text = f"{len(wrong)} of {len(keys)} keys are those of a PEFT model in memory"
+        yield Fault(text, expected, tensors=wrong, repairable=fixable)
 
 
 @check(
-    "ARCHITECTURE_ABSENT", ERROR, needs=(MODEL,),
-    why="vLLM refuses: 'No model architectures are specified'; transformers needs an explicit "
-    "class",
-    fix='write "architectures": ["...ForCausalLM"] into config.json',
-)  # fmt: skip
-def architecture_absent(source: Source) -> Iterator[Fault]:
-    """config.json names no class."""
-    config = source.config()
-    if config and not first_architecture(config):
-        yield Fault(repr(config.get("architectures")), "the model's class", file=CONFIG)
-
-
-@check(
-    "ARCHITECTURE_MODEL_TYPE", ERROR, needs=(MODEL,),
-    why="transformers uses model_type, vLLM the class: they load different models",
-    fix="copy both from the base's config.json",
+    "ARCHITECTURE", ERROR, needs=(MODEL,),
+    why="vLLM goes by the class, transformers by model_type: they load different models",
+    fix="copy architectures and model_type from the base's config.json",
     issues="unsloth #1770, vLLM #15031",
 )  # fmt: skip
-def architecture_model_type(source: Source) -> Iterator[Fault]:
-    """The class and model_type belong to different families."""
-    name, kind = first_architecture(source.config()), source.config().get("model_type")
+def architecture(source: Source) -> Iterator[Fault]:
+    """config.json names no class, or one that does not belong to model_type, or cannot be built."""
+    config = source.config()
+    name, kind = first_architecture(config), config.get("model_type")
+    if config and not name:
+        yield Fault(repr(config.get("architectures")), "the model's class", file=CONFIG)
     of_class = known().kinds_of(name)
     if of_class and isinstance(kind, str) and kind in known().kinds and kind not in of_class:
         expected = f"model_type {' or '.join(sorted(of_class))}"
         yield Fault(f"{name} with model_type {kind!r}", expected, file=CONFIG)
+
+
+@check(
+    "VLLM_ARCHITECTURE", ERROR, needs=(MODEL,),
+    why="vLLM refuses: 'Model architectures [...] are not supported for now'",
+    fix="name the class of the base; a reward model is a *ForSequenceClassification",
+    issues="OpenRLHF #1039, LLaMA-Factory #4379",
+)  # fmt: skip
+def vllm_architecture(source: Source) -> Iterator[Fault]:
+    """A class that vLLM does not have."""
+    names, lists = texts(source.config().get("architectures")), known()
+    if not names or any(lists.serves(name) for name in names) or "CriticModel" in names:
+        return  # a critic is not served: HEAD_UNUSABLE
+    last = next((lists.last_version[name] for name in names if name in lists.last_version), "")
+    rest, severity = " or of transformers", ERROR
+    if last:
+        rest, severity = f"; {last} was the last version that had this one", WARNING
+    elif any(name in lists.classes for name in names):
+        rest, severity = "; it may run the class of transformers", WARNING
+    elif source.config().get("auto_map"):
+        rest, severity = "; this one needs --trust-remote-code", WARNING
+    text = f"architectures {', '.join(names)}"
+    yield Fault(text, f"a class of vLLM {lists.vllm}{rest}", file=CONFIG, severity=severity)
 
 
 _TOWER = re.compile(
@@ -131,7 +139,7 @@ _TOWER = re.compile(
 )
 _WRAPPED = re.compile(r"^(model\.)?language_model\.")
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSequenceClassification")
-_TEXT_HEADS = ("ForCausalLM", "LMHeadModel")
+_TEXT_HEADS, _GENERATES = _HEADS[:2], _HEADS[:3]
 _TEXT_KEYS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 _BARE = ("layers.", "embed_tokens.", "norm.")
 _DOUBLED = "model.model."
@@ -139,10 +147,8 @@ _DOUBLED = "model.model."
 
 @check(
     "ARCHITECTURE_KEYS", ERROR, needs=(MODEL, WHOLE),
-    why="vLLM and SGLang fail with KeyError or 'There is no module or parameter named ...'; "
-    "transformers corrects some prefixes, and initialises the tensors that it does not find at "
-    "random, with a warning",
-    fix="rename the keys to those of the base's checkpoint, or set the class that they belong to",
+    why="vLLM and SGLang fail with KeyError; transformers starts at random, with a warning",
+    fix="rename the keys to those of the base, or set the class that they belong to",
     issues="unsloth #1770, vLLM #15031, LLaMA-Factory #8241",
 )  # fmt: skip
 def architecture_keys(source: Source) -> Iterator[Fault]:
@@ -193,25 +199,31 @@ _MOST = 10_000
 
 
 @dataclass
-class _Layer:
+class _Experts:
     """Experts of one layer: the tensors of each by its number, and those of all experts at once."""
 
     parts: dict[int, set[str]] = field(default_factory=dict)
     fused: dict[str, StoredTensor] = field(default_factory=dict)
 
+    @property
+    def count(self) -> int:
+        """Number of experts."""
+        sizes = (tensor.shape[0] for tensor in self.fused.values())
+        return max(max(self.parts, default=-1) + 1, *sizes, 0)
 
-def _expert_layers(source: Source) -> dict[str, _Layer]:
+
+def _experts(source: Source) -> dict[str, _Experts]:
     """Return the experts of each layer, by the name of their module."""
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, _Experts] = {}
     if of_text(source.config(), _IDENTITY):
         return layers
     for key, tensor in source.once(plain_tensors).items():
         each, fused = _ONE_EACH.fullmatch(key), _FUSED.fullmatch(key)
         if each:
-            layer = layers.setdefault(each["at"], _Layer())
-            layer.parts.setdefault(int(each["number"]), set()).add(each["part"])
+            parts = layers.setdefault(each["at"], _Experts()).parts
+            parts.setdefault(int(each["number"]), set()).add(each["part"])
         elif fused and len(tensor.shape) == 3:
-            layers.setdefault(fused["at"], _Layer()).fused[key] = tensor
+            layers.setdefault(fused["at"], _Experts()).fused[key] = tensor
     return layers
 
 
@@ -222,55 +234,14 @@ def _expert_count(config: Mapping[str, Any]) -> int | None:
 
 
 @check(
-    "EXPERTS_WRONG", ERROR, needs=(MODEL, WHOLE),
-    why="transformers 5 refuses with a size mismatch of the fused experts; vLLM and older loaders "
-    "skip or re-initialise experts, or read past the end, and the model generates noise",
-    fix="save the model again, or take the missing experts from the base if they were not trained; "
-    "set the number of experts in config.json to that of the weights",
-)  # fmt: skip
-def experts_wrong(source: Source) -> Iterator[Fault]:
-    """Missing experts, or another number of them than config.json says."""
-    layers, count = source.once(_expert_layers), _expert_count(source.config())
-    lacking: list[str] = []
-    numbers: dict[str, int] = {}
-    for at, layer in layers.items():
-        most = max(layer.parts, default=-1) + 1
-        sizes = {tensor.shape[0] for tensor in layer.fused.values()} - {0}
-        if count is not None and (most > count or not sizes <= {count}):
-            numbers[at] = max(most, *sizes, 0)
-        usual = set().union(*layer.parts.values())
-        for number in range(min(count or most, _MOST) if most else 0):
-            parts = sorted(usual - layer.parts.get(number, set()))
-            lacking += [f"{at}.{number}.{part}" for part in parts]
-        if len(lacking) > _MOST:
-            break
-    if lacking:
-        text = f"{len(lacking)} tensors of experts are missing"
-        yield Fault(text, "the same tensors for every expert", tensors=lacking)
-    blocks = {at.removesuffix(".experts") for at in layers}
-    ends = tuple({f".{block.rpartition('.')[2]}.gate.weight" for block in blocks})[:_MOST]
-    bare = [
-        key
-        for key in source.once(plain_tensors)
-        if key.endswith(ends) and key.removesuffix(".gate.weight") not in blocks
-    ]
-    if bare:
-        yield Fault("routers of layers without experts", "experts beside a router", tensors=bare)
-    if numbers:
-        text = f"{next(iter(numbers.values()))} experts"
-        yield Fault(text, f"{count}, as config.json says", tensors=list(numbers))
-
-
-@check(
     "EXPERTS_FUSED", WARNING, needs=(MODEL, WHOLE),
-    why="transformers 5 packs experts in memory; if they are saved like this, older vLLM, SGLang "
-    "and quantisers do not find them, or read only the layers that they know",
-    fix="write one tensor per expert, as the base does: save_pretrained of transformers 5 does so",
+    why="transformers 5 packs experts in memory; saved like this, other tools do not find them",
+    fix="write one tensor per expert, as save_pretrained of transformers 5 does",
     issues="vLLM PR #36997, vLLM PR #31849, MoE-Infinity PR #108",
 )  # fmt: skip
 def experts_fused(source: Source) -> Iterator[Fault]:
     """Experts fused in one tensor although the family stores one tensor per expert."""
-    layers = source.once(_expert_layers).values()
+    layers = source.once(_experts).values()
     fused = [key for layer in layers for key in layer.fused]
     mixed = fused and any(layer.parts for layer in layers)
     if mixed or (fused and text_config(source.config()).get("model_type") in _STORED_EACH):
@@ -283,21 +254,13 @@ _LM_HEAD = "lm_head.weight"
 _VOCABULARY = ("model.embed_tokens.weight", _LM_HEAD)
 _LEFT_BY_OLD = ("rotary_emb.inv_freq",)
 """Buffers that transformers 4 saved; every loader skips them."""
-_BY_TYPE = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM", "olmo2": "Olmo2ForCausalLM", "phi3": "Phi3ForCausalLM",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Class:
-    """Tensors of a model's class.
+    """Tensors of a model's class: shapes by key on disk, and keys that may be absent.
 
-    Attributes:
-        shapes: shape of every tensor, by key on disk.
-        optional: keys that may be absent.
-        problem: why the class is unknown; "" if it is known.
+    `problem` is why the class cannot be built.
     """
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -316,11 +279,11 @@ def _class_of(source: Source) -> _Class | None:
             return None
         disk = {key: tuple(tensor.shape) for key, tensor in source.tensors.items()}
         try:
-            of_class = perform_apart(model_facts, source.folder.root, "bfloat16", disk)
+            facts = perform_apart(model_facts, source.folder.root, "bfloat16", disk)
         except ArtifactError as error:
             return _Class(problem=error.message)
-        built = {tensor.name: tensor.shape for tensor in of_class.tensors}
-        return _Class(built, {*of_class.tied, *of_class.unread})
+        built = {tensor.name: tensor.shape for tensor in facts.tensors}
+        return _Class(built, {*facts.tied, *facts.unread})
     shapes = {tensor.name: tensor.shape for tensor in facts.tensors}
     optional = set(facts.tied)
     if source.kind is Kind.REWARD:
@@ -336,8 +299,13 @@ def _causal(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration with a language model's head; its other tensors are the same."""
     name = first_architecture(config).replace("ForSequenceClassification", "ForCausalLM")
     if name in OPENRLHF:
-        name = _BY_TYPE.get(str(config.get("model_type")), "")
+        kinds = known().kinds.get(str(config.get("model_type")), ())
+        name = next((name for name in sorted(kinds) if name.endswith("ForCausalLM")), "")
     return {**config, "architectures": [name]} if name else {}
+
+
+_MODELOPT = "hf_quant_config.json"
+"""Written by NVIDIA's exporter; config.json then says nothing about quantisation."""
 
 
 def is_declared_elsewhere(source: Source) -> bool:
@@ -348,14 +316,18 @@ def is_declared_elsewhere(source: Source) -> bool:
     return _MODELOPT in source.folder.files or (is_set and not config.get(QUANTIZATION))
 
 
-_MODELOPT = "hf_quant_config.json"
-"""Written by NVIDIA's exporter; config.json then says nothing about quantisation."""
+@also("ARCHITECTURE", needs=(MODEL, WHOLE))
+def cannot_be_built(source: Source) -> Iterator[Fault]:
+    """transformers cannot build a model from config.json: names and shapes are not checked."""
+    of_class = source.once(_class_of)
+    if of_class is not None and of_class.problem:
+        expected = f"a class of {first_architecture(source.config())}"
+        yield Fault(of_class.problem, expected, file=CONFIG, severity=WARNING)
 
 
 @check(
     "TENSOR_MISSING", ERROR, needs=(MODEL, WHOLE),
-    why="transformers initialises them at random with a warning; vLLM stops with `Following "
-    "weights were not initialized from checkpoint`, or leaves them empty",
+    why="transformers initialises them at random with a warning; vLLM stops, or leaves them empty",
     fix="take them from the base if training did not change them; else save again",
     issues="OpenRLHF #1232, OpenRLHF #180, OpenRLHF #209",
 )  # fmt: skip
@@ -365,9 +337,12 @@ def tensor_missing(source: Source) -> Iterator[Fault]:
     if reason := oversized(config):  # the config announces more tensors than any model has
         yield Fault(reason, "a plausible number of tensors", file=CONFIG)
         return
+    experts = _lost_experts(source)
+    if experts:
+        text = f"{len(experts)} tensors of experts are missing"
+        yield Fault(text, "the same tensors for every expert, in every layer", tensors=experts)
     explained = {model_name(key) for key in source.explained}
-    of_class = source.once(_class_of)
-    lost: list[str] = []
+    of_class, layers = source.once(_class_of), source.once(_layers)
     if of_class is not None and not of_class.problem:
         shapes = of_class.shapes
         lost = [key for key in shapes if key not in tensors and key not in explained]
@@ -377,31 +352,41 @@ def tensor_missing(source: Source) -> Iterator[Fault]:
             yield Fault(text, f"the tensors of {first_architecture(config)}", tensors=lost)
     elif "ARCHITECTURE_KEYS" not in source.codes:
         lost = [key for key in _lost_of_base(source) if key not in explained]
-        if lost and source.base is not None:
-            text = f"{len(lost)} of {len(source.base.tensors)} tensors are missing"
-            yield Fault(text, "every tensor of the base", tensors=lost)
-        layers = source.once(_layers)
+        if lost:
+            yield Fault(f"{len(lost)} are missing", "every tensor of the base", tensors=lost)
         there = {int(match["number"]) for key in lost if (match := _LAYER.match(key))}
-        lacking = [number for number in layers.lacking if number not in there]
+        lacking = [f"layer {number}" for number in layers.lacking if number not in there]
         if lacking:
-            expected = f"{layers.count}, as config.json says"
-            yield Fault(layers.text, expected, tensors=[f"layer {number}" for number in lacking])
-        if source.once(_untied_without_head):
-            yield Fault(
-                "tie_word_embeddings is false, and no lm_head.weight",
-                "lm_head.weight, or tie_word_embeddings true",
-                file=CONFIG,
-                fix="set tie_word_embeddings to true if the model was tied, else save it again",
-            )
-    layers = source.once(_layers)
+            yield Fault(layers.text, f"{layers.count}, as config.json says", tensors=lacking)
+        if _untied_without_head(source):
+            text = "tie_word_embeddings is false, and no lm_head.weight"
+            fix = "set tie_word_embeddings to true if the model was tied, else save it again"
+            yield Fault(text, "lm_head.weight, or tie_word_embeddings true", file=CONFIG, fix=fix)
     if layers.lacks_mtp:
         yield Fault(
-            f"{layers.promised} layers of multi-token prediction in config.json, none in the files",
+            "layers of multi-token prediction in config.json, none in the files",
             "their tensors, or 0", file=CONFIG, severity=WARNING,
-            why="vLLM's speculative decoding fails; save_pretrained drops tensors that the class "
-            "does not use",
+            why="vLLM's speculative decoding fails; save_pretrained drops them",
             fix="copy these tensors from the base, or set their number in config.json to 0",
         )  # fmt: skip
+
+
+def _lost_experts(source: Source) -> list[str]:
+    """Return missing tensors of experts, and routers of layers without experts."""
+    layers, lost = source.once(_experts), list[str]()
+    count = _expert_count(source.config())
+    for at, layer in layers.items():
+        usual = set().union(*layer.parts.values())
+        total = (count or max(layer.parts) + 1) if layer.parts else 0
+        for number in range(min(total, _MOST)):
+            parts = sorted(usual - layer.parts.get(number, set()))
+            lost += [f"{at}.{number}.{part}" for part in parts]
+        if len(lost) > _MOST:
+            break
+    blocks = {at.removesuffix(".experts") for at in layers}
+    ends = tuple({f".{block.rpartition('.')[2]}.gate.weight" for block in blocks})[:_MOST]
+    routers = (key for key in source.once(plain_tensors) if key.endswith(ends))
+    return lost + [key for key in routers if key.removesuffix(".gate.weight") not in blocks]
 
 
 @check(
@@ -439,31 +424,23 @@ def tensor_unexpected(source: Source) -> Iterator[Fault]:
     issues="OpenRLHF #682, LLaMA-Factory #3125",
 )  # fmt: skip
 def shape_mismatch(source: Source) -> Iterator[Fault]:
-    """Tensors whose shape disagrees with config.json: one finding for each wrong size."""
+    """Shapes or numbers of experts that disagree with config.json: a finding for each size."""
     of_class, tensors = source.once(_class_of), source.once(plain_tensors)
-    wrong: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    wrong: dict[tuple[str, str], list[str]] = {}
     for key, shape in (of_class.shapes if of_class is not None else {}).items():
         tensor = tensors.get(key)
         if tensor is None or not tensor.numel or tensor.shape == shape:
             continue
         if key in _VOCABULARY and tensor.shape[1:] == shape[1:]:
             continue  # the number of rows has its own findings
-        wrong.setdefault((tensor.shape, shape), []).append(key)
+        wrong.setdefault((str(list(tensor.shape)), str(list(shape))), []).append(key)
+    count = _expert_count(source.config())
+    for at, layer in source.once(_experts).items():
+        differs = layer.count != count if layer.fused else layer.count > (count or 0)
+        if count and layer.count and differs:
+            wrong.setdefault((f"{layer.count} experts", f"{count}"), []).append(at)
     for (actual, expected), keys in wrong.items():
-        yield Fault(str(list(actual)), str(list(expected)), tensors=keys)
-
-
-@check(
-    "CONTRACT_UNKNOWN", WARNING, needs=(MODEL, WHOLE),
-    why="`AutoModel.from_pretrained` fails the same way; vLLM may have a class of its own",
-    fix="install the transformers version that saved the model, or correct config.json",
-)  # fmt: skip
-def contract_unknown(source: Source) -> Iterator[Fault]:
-    """transformers cannot build a model from config.json, so names and shapes were not checked."""
-    of_class = source.once(_class_of)
-    if of_class is not None and of_class.problem:
-        expected = f"a class of {first_architecture(source.config())}"
-        yield Fault(of_class.problem, expected, file=CONFIG)
+        yield Fault(actual, f"{expected}, as config.json says", tensors=keys)
 
 
 _LAYER = re.compile(r"^(?P<at>(?:.*\.)?(?:layers|h|blocks))\.(?P<number>\d{1,6})\.")
@@ -473,53 +450,45 @@ _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 @dataclass(frozen=True)
 class _Layers:
-    """Layers of the files against config.json; `promised` counts multi-token prediction layers."""
+    """Layers of the files against config.json; `mtp` are those of multi-token prediction."""
 
     count: int = 0
     text: str = ""
     lacking: Collection[int] = ()
     surplus: Collection[int] = ()
-    promised: int = 0
     lacks_mtp: bool = False
 
 
 def _layers(source: Source) -> _Layers:
     config, text = source.config(), text_config(source.config())
     keys = source.once(plain_tensors)
+    lists: dict[str, set[int]] = {}  # layer numbers by the name of their list, without towers
+    for key in keys:
+        match = _LAYER.match(key)
+        if match and not _TOWER.search(key) and "mtp" not in match["at"]:
+            lists.setdefault(match["at"], set()).add(int(match["number"]))
     counts = [count for name in _COUNTS if (count := whole(of_text(config, name)))]
-    lists = _layer_lists(keys)
     odd = config.get("is_encoder_decoder") or first_architecture(config) not in known().classes
     if not lists or not counts or odd or source.kind is Kind.VALUE:
         return _Layers()
     promised = next((n for name in _MTP if (n := whole(text.get(name))) and n > 0), 0)
     # Some families count halves or stacks of layers, under these or other names.
     counted = {value for name, value in text.items() if "layer" in name and whole(value)}
-    full = (
-        layers
-        for layers in lists.values()
-        if len(layers) in counted and max(layers) == len(layers) - 1
-    )
-    numbers = next(full, lists[min(lists, key=lambda at: (at.count("."), at))])
-    count = len(numbers) if len(numbers) in counted and max(numbers) < len(numbers) else counts[0]
-    has_mtp = any(key.startswith(("mtp.", "model.mtp.")) or ".mtp." in key for key in keys)
+    full = [
+        numbers
+        for numbers in lists.values()
+        if len(numbers) in counted and max(numbers) == len(numbers) - 1
+    ]
+    numbers = full[0] if full else lists[min(lists, key=lambda at: (at.count("."), at))]
+    count = len(numbers) if full else counts[0]
+    has_mtp = any(key.startswith("mtp.") or ".mtp." in key for key in keys)
     return _Layers(
         count,
         f"{len(numbers)} layers, up to {max(numbers)}",
         [number for number in range(min(count, max(numbers) + 1000)) if number not in numbers],
         sorted(number for number in numbers if number >= count + promised),
-        promised,
         bool(promised) and not has_mtp and not any(number >= count for number in numbers),
     )
-
-
-def _layer_lists(keys: Iterable[str]) -> dict[str, set[int]]:
-    """Return layer numbers by the name of their list, without those of towers."""
-    lists: dict[str, set[int]] = {}
-    for key in keys:
-        match = _LAYER.match(key)
-        if match and not _TOWER.search(key) and "mtp" not in match["at"]:
-            lists.setdefault(match["at"], set()).add(int(match["number"]))
-    return lists
 
 
 def _lost_of_base(source: Source) -> list[str]:
@@ -556,68 +525,6 @@ def other_sizes(source: Source) -> list[str]:
         for name, (mine, other) in {"model_type": kinds, **pairs}.items()
         if mine is not None and other is not None and mine != other
     ]
-
-
-_TAIL = re.compile(r"(?:.*?\.)?([^.]+\.\d+\..+)")
-
-
-def tail_of(name: str) -> str:
-    """Return the end of a name from its layer list on, which wrapping the model does not change."""
-    match = _TAIL.fullmatch(name)
-    return match[1] if match else name.rpartition(".")[2]
-
-
-_INPUT = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
-_OUTPUT = ("lm_head", "embed_out")
-_ELSEWHERE = re.compile(
-    r"\.\d+\.|position|(^|\.)(visual|vision_\w+|audio_\w+|image_\w+|qformer|mtp)\."
-)
-"""Keys of layers (multi-token prediction has its own embeddings) and of towers."""
-TIED_BY_DEFAULT = frozenset(
-    {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "cohere", "cohere2", "opt", "bloom"}
-)
-"""Families that omit `tie_word_embeddings` if it is true. In other families an absent setting means
-nothing."""
-_GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """Keys of a model's embeddings, "" if there is none; and if config.json ties them, or None."""
-
-    input: str
-    output: str
-    tied: bool | None
-
-
-def embeddings_of(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Embeddings:
-    """Find the embeddings among a model's keys."""
-    return Embeddings(_find(tensors, _INPUT), _find(tensors, _OUTPUT), _is_tied(config))
-
-
-def _is_tied(config: Mapping[str, Any]) -> bool | None:
-    """Return `tie_word_embeddings`, from the top level or the language model's settings."""
-    read = [settings.get("tie_word_embeddings") for settings in (config, text_config(config))]
-    values = {value for value in read if isinstance(value, bool)}
-    if values:  # loaders read different ones if they disagree
-        return values.pop() if len(values) == 1 else None
-    return True if text_config(config).get("model_type") in TIED_BY_DEFAULT else None
-
-
-def _find(tensors: Mapping[str, StoredTensor], leaves: Iterable[str]) -> str:
-    """Return the matrix with that name nearest to the top level; "" if several are equally near."""
-    wanted = tuple(f"{leaf}.weight" for leaf in leaves)
-    keys = [
-        key
-        for key, tensor in tensors.items()
-        if key.endswith(wanted)
-        and key.rpartition(".")[0].rpartition(".")[2] in leaves
-        and len(tensor.shape) == 2
-        and not _ELSEWHERE.search(key)
-    ]
-    depth = min((key.count(".") for key in keys), default=0)
-    nearest = [key for key in keys if key.count(".") == depth]
-    return nearest[0] if len(nearest) == 1 else ""
 
 
 def _untied_without_head(source: Source) -> bool:

@@ -1,24 +1,21 @@
-"""Chat templates: they exist, agree, parse, and use tokens that the tokenizer has."""
+"""Chat templates: they agree, parse, and end messages with tokens."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tasks.audit.check import BASE, ERROR, INFO, WARNING, Fault, check
-from tasks.audit.repair import SETTINGS, TOKENIZER, Draft
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, check
 from tasks.audit.source import Kind, Source
 from tasks.weights.tokens.render_template import template_environment
 
-JINJA = "chat_template.jinja"
+JINJA, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 _PROCESSORS = ("chat_template.json", "processor_config.json")
 _DOCUMENTS = (SETTINGS, *_PROCESSORS)
 _DEFAULT = "default"
-_MARK = "\ufeff"
 
 
 def writes_chats(source: Source) -> bool:
@@ -58,27 +55,13 @@ def turn_ends(
 
 
 @check(
-    "TEMPLATE_MISSING", INFO, needs=(writes_chats,),
-    why="vLLM's chat endpoint and apply_chat_template refuse: 'default chat template is no longer "
-    "allowed'; a template chosen by hand may differ from that of training",
-    fix="save the template of the training run as chat_template.jinja",
-    issues="LLaMA-Factory #10396, OpenRLHF #1069",
-)  # fmt: skip
-def template_missing(source: Source) -> Iterator[Fault]:
-    """No chat template; a warning if the base has one."""
-    if not source.once(template_places) and TOKENIZER in source.folder.files:
-        lost = source.base is not None and bool(template_places(source.base))
-        yield Fault("no chat template", JINJA, severity=WARNING if lost else None)
-
-
-@check(
     "TEMPLATES_DIFFER", ERROR, needs=(writes_chats,),
-    why="transformers, processors and vLLM read different files: one chat becomes different tokens",
+    why="transformers, processors and vLLM read different files: other tokens for one chat",
     fix="keep only the template of training, in chat_template.jinja",
-    issues="LLaMA-Factory #5489, OpenRLHF #1069",
+    issues="LLaMA-Factory #5489, OpenRLHF #1069, LLaMA-Factory #10596",
 )  # fmt: skip
 def templates_differ(source: Source) -> Iterator[Fault]:
-    """Different chat templates in one folder."""
+    """Different chat templates in one folder; an info if the template is not the base's."""
     places = source.once(template_places)
     first = next(iter(places), "")
     for place, text in places.items():
@@ -87,31 +70,13 @@ def templates_differ(source: Source) -> Iterator[Fault]:
             severity = WARNING if place in _PROCESSORS else None
             text = f"another template than in {first}"
             yield Fault(text, "the same in both", file=place, severity=severity)
-
-
-@check(
-    "TEMPLATE_MARK", ERROR, needs=(writes_chats,),
-    why="every prompt has U+FEFF, mostly at its beginning, which no training prompt had",
-    fix="save the template without it: {repair}",
-)  # fmt: skip
-def template_mark(source: Source) -> Iterator[Fault]:
-    """A chat template with a byte-order mark."""
-    for place, text in source.once(template_places).items():
-        if _MARK in text:
-            where = f"U+FEFF at character {text.index(_MARK)}"
-            yield Fault(where, "no mark", file=place, repair=_remove_marks)
-
-
-def _remove_marks(draft: Draft) -> None:
-    """Remove byte-order marks from all chat templates."""
-    places = template_places(draft.source).items()
-    for name in [name for name, text in places if _MARK in text and name not in draft.documents]:
-        if name == JINJA:
-            draft.documents[name] = draft.source.folder.text(name).replace(_MARK, "")
-        else:
-            written = json.dumps(draft.source.config(name)["chat_template"], ensure_ascii=False)
-            draft.edit(name, chat_template=json.loads(written.replace(_MARK, "")))
-        draft.done.append(f"{name}: the chat template without U+FEFF")
+    theirs = set(template_places(source.base).values()) if source.base is not None else set()
+    if places and theirs and not theirs & set(places.values()):
+        why = (
+            "intended if training had its own; else the reason why an API with the base's is better"
+        )
+        fix = "compare it with the template of the training run"
+        yield Fault("not the base's", "the base's, unless intended", first, (), INFO, why, fix)
 
 
 @check(
@@ -126,21 +91,6 @@ def template_broken(source: Source) -> Iterator[Fault]:
             read_template(text, ())
         except BrokenTemplateError as error:
             yield Fault(str(error), "a template that parses", file=place)
-
-
-@check(
-    "TEMPLATE_NOT_OF_BASE", INFO, needs=(writes_chats, BASE),
-    why="intended if training had its own template; otherwise the reason why an API that uses the "
-    "base's template gives better responses than the merged model",
-    fix="compare it with the template of the training run",
-    issues="LLaMA-Factory #10596, OpenRLHF #1069",
-)  # fmt: skip
-def template_not_of_base(source: Source) -> Iterator[Fault]:
-    """Another chat template than the base's."""
-    places = source.once(template_places)
-    theirs = set(template_places(source.base).values()) if source.base is not None else set()
-    if places and theirs and not theirs & set(places.values()):
-        yield Fault("another template", "the base's, unless intended", file=next(iter(places)))
 
 
 MAX_BYTES = 256 << 10
@@ -211,23 +161,13 @@ def _flat(node: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(node, nodes.Const):
         if isinstance(node.value, str):
             yield "text", node.value
-    elif isinstance(node, nodes.Add):
-        yield from _flat(node.left)
-        yield from _flat(node.right)
-    elif isinstance(node, nodes.CondExpr):
-        yield from _flat(node.expr1)
-        if node.expr2 is not None:
-            yield from _flat(node.expr2)
-    elif isinstance(node, nodes.Concat):
-        for part in node.nodes:
+    elif isinstance(node, nodes.Add | nodes.Concat | nodes.CondExpr):
+        for part in node.iter_child_nodes(exclude=("test",)):
             yield from _flat(part)
     else:
-        named = [part.name for part in node.find_all(nodes.Name)]
-        named += [node.name] if isinstance(node, nodes.Name) else []
-        named += [part.attr for part in node.find_all(nodes.Getattr)]
-        named += [node.attr] if isinstance(node, nodes.Getattr) else []
-        keys = [part.value for part in node.find_all(nodes.Const) if isinstance(part.value, str)]
-        yield "value", " ".join([*named, *keys])
+        inside = [node, *node.find_all((nodes.Name, nodes.Getattr, nodes.Const))]
+        names = [getattr(part, key, "") for part in inside for key in ("name", "attr", "value")]
+        yield "value", " ".join(name for name in names if isinstance(name, str))
 
 
 def _ends(pieces: list[tuple[str, str]], special: Collection[str]) -> Iterator[str]:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import tasks.audit
-from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, Fault, check, either
-from tasks.audit.checks.names import embeddings_of, plain_tensors
+from tasks.audit.check import BASE, ERROR, INFO, WARNING, Fault, check, either
 from tasks.audit.checks.templates import (
+    JINJA,
+    SETTINGS,
     BrokenTemplateError,
     read_template,
     template_places,
@@ -22,16 +23,18 @@ from tasks.audit.checks.templates import (
     writes_chats,
 )
 from tasks.audit.folder import Folder
-from tasks.audit.known import content, of_text, text_config, token_ids, whole
-from tasks.audit.repair import SETTINGS, TOKENIZER, Draft, settle_tie
+from tasks.audit.known import content, is_multimodal, of_text, text_config, token_ids, whole
 from tasks.audit.scan import differ
 from tasks.audit.source import CONFIG, Kind, Source, setting
+from tasks.audit.tensor_names import embeddings_of, plain_tensors
 from tasks.weights.tokens.prove_ids import is_leading, misread_as
 
-TOKENIZERS = (
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+_TOKENIZERS = (
     TOKENIZER, "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
 )  # fmt: skip
-GENERATION, _MAP = "generation_config.json", "special_tokens_map.json"
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_MAP = "special_tokens_map.json"
 _ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
 _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 
@@ -94,16 +97,31 @@ def _vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
     return {}
 
 
+def writes_text(source: Source) -> bool:
+    """Return True for a model that writes text."""
+    return source.kind in (Kind.MODEL, Kind.VALUE)
+
+
 @check(
-    "TOKENIZER_MISSING", WARNING, needs=(MODEL,),
-    why="vLLM does not start on the folder; with the base's tokenizer, tokens and template that "
-    "were added in training are lost",
-    fix="save the tokenizer of the training run into the folder",
+    "FILE_MISSING", WARNING, needs=(either,),
+    why="vLLM does not start, refuses chats, or samples by its own settings and EOS",
+    fix="copy it from the training run; generation and processor settings from the base",
+    issues="verl #7198, LLaMA-Factory #10396, EasyR1 PR #48, llm-compressor #1305",
 )  # fmt: skip
-def tokenizer_missing(source: Source) -> Iterator[Fault]:
-    """No tokenizer."""
-    if not any(name in source.folder.files for name in TOKENIZERS):
-        yield Fault("none", " or ".join(TOKENIZERS[:2]))
+def file_missing(source: Source) -> Iterator[Fault]:
+    """No tokenizer, chat template, generation_config.json or processor configuration."""
+    files = source.folder.files
+    if source.is_model and not files.keys() & {*_TOKENIZERS}:
+        yield Fault("no tokenizer", " or ".join(_TOKENIZERS[:2]))
+    if writes_text(source) and GENERATION not in files:
+        yield Fault("no such file", GENERATION, severity=INFO)
+    places = source.once(template_places)
+    if writes_chats(source) and not places and TOKENIZER in files:
+        lost = source.base is not None and bool(template_places(source.base))
+        yield Fault("no chat template", JINJA, severity=None if lost else INFO)
+    is_seeing = source.is_model and is_multimodal(source.config()) and source.tensors
+    if is_seeing and not files.keys() & {*_PROCESSORS}:
+        yield Fault("no processor configuration", "that of the base", file=_PROCESSORS[0])
 
 
 _OWN_ROWS = ("mllama", "mllama_text_model", "moshi")
@@ -122,9 +140,8 @@ def has_embedding(source: Source) -> bool:
 
 @check(
     "TIED_HEAD_ON_DISK", WARNING, needs=(has_embedding,),
-    why="older vLLM fails with KeyError 'lm_head.weight', first seen with Gemma; newer versions "
-    "and transformers drop it and use the embedding: if it differs, the model repeats one token",
-    fix="leave out the copy: {repair}",
+    why="old vLLM fails with KeyError, others use the embedding: if it differs, one token repeats",
+    fix="deliver it, which leaves the copy out: {deliver}",
     issues="LLaMA-Factory #2789, vLLM #3323, vLLM PR #6758",
 )  # fmt: skip
 def tied_head(source: Source) -> Iterator[Fault]:
@@ -134,16 +151,15 @@ def tied_head(source: Source) -> Iterator[Fault]:
     if not embeddings.output or not embeddings.tied:
         return
     head, embedding = tensors[embeddings.output], tensors[embeddings.input]
-    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     differs = head.shape != embedding.shape
     if source.is_read and head.start >= 0 and embedding.start >= 0:
         stored = {tensor: key for key, tensor in source.tensors.items()}
-        differs = not same or differ((source, stored[head]), (source, stored[embedding]))
+        differs |= head.dtype != embedding.dtype
+        differs = differs or differ((source, stored[head]), (source, stored[embedding]))
     text = "other values than the input embedding" if differs else "tie_word_embeddings is true"
     yield Fault(
         f"present, and {text}", "no such tensor, or tie_word_embeddings false",
-        tensors=[embeddings.output], severity=ERROR if differs else None, 
-        repair=settle_tie(embeddings.output, embeddings.input),
+        tensors=[embeddings.output], severity=ERROR if differs else None,
         fix=setting(CONFIG, tie_word_embeddings=False) if differs else "",
     )  # fmt: skip
 
@@ -169,10 +185,8 @@ def _full_embeddings(source: Source) -> dict[str, int]:
 
 @check(
     "VOCAB_SIZE", ERROR, needs=(either,),
-    why="transformers refuses with 'size mismatch', vLLM with an assertion in its embedding "
-    "loader; if only one embedding was saved after the vocabulary changed, no loader accepts both",
-    fix="set vocab_size in config.json to the number of rows; save both embeddings again after "
-    "resize_token_embeddings",
+    why="transformers refuses with 'size mismatch', vLLM with an assertion in its loader",
+    fix="set vocab_size in config.json; save both embeddings after resize_token_embeddings",
     issues="LLaMA-Factory #3125, OpenRLHF #87, LLaMA-Factory #10186",
 )  # fmt: skip
 def vocab_size(source: Source) -> Iterator[Fault]:
@@ -196,21 +210,19 @@ def vocab_size(source: Source) -> Iterator[Fault]:
 
 @check(
     "TOKENIZER_ROWS", ERROR, needs=(either,),
-    why="a text with such a token indexes past the embedding: an IndexError on a CPU, an assertion "
-    "that ends the process on a GPU, garbage in some kernels",
+    why="such a token indexes past the embedding: an IndexError, a dead GPU process, garbage",
     fix="resize the embedding to the tokenizer, or serve the base's tokenizer",
     issues="OpenRLHF #87, OpenRLHF PR #163",
 )  # fmt: skip
 def tokenizer_rows(source: Source) -> Iterator[Fault]:
     """Tokens without a row in the embedding."""
-    rows, whose = 0, "the rows of the base or of the adapter"
+    rows = 0
     if source.is_adapter:
         rows = max(_full_embeddings(source).values(), default=0)
         if not rows and source.base is not None and source.base.is_model:
             _, rows = _rows(source.base)
     elif has_embedding(source):
-        name, rows = _rows(source)
-        whose = f"the rows of {name}"
+        _, rows = _rows(source)
     tokens = source.once(tokens_of)
     if not rows or tokens.rows <= rows:
         return
@@ -219,21 +231,19 @@ def tokenizer_rows(source: Source) -> Iterator[Fault]:
     used = {content(settings.get(role)) for role in _ROLES} & beyond
     # Some published models have special tokens for images, which they do not process.
     plain = tokens.highest_plain >= rows or not beyond <= tokens.special
-    yield Fault(
-        f"{tokens.rows} ids", f"at most {rows}, {whose}", TOKENIZER, sorted(used or beyond),
-        severity=None if used or plain else WARNING,
-    )  # fmt: skip
+    text, expected = f"{tokens.rows} ids", f"at most {rows}, the rows of the embedding"
+    severity = None if used or plain else WARNING
+    yield Fault(text, expected, TOKENIZER, sorted(used or beyond), severity=severity)
 
 
 @check(
     "TOKEN_UNKNOWN", ERROR, needs=(either,),
-    why="loading adds it as a new token beyond the embedding, or maps it to the unknown token; an "
-    "id beyond the embedding is never generated, and padding or starting with it fails",
+    why="loaders add it beyond the embedding or split it into pieces: it is never generated",
     fix="use a token of tokenizer.json, or add it and resize the embedding",
-    issues="OpenRLHF #87, OpenRLHF #645",
+    issues="OpenRLHF #87, OpenRLHF #645, OpenRLHF PR #648, OpenRLHF #1069",
 )  # fmt: skip
 def token_unknown(source: Source) -> Iterator[Fault]:
-    """A special token that the tokenizer does not have, or an id beyond the embedding."""
+    """A special token or a marker of the template that is no token, or an id beyond the rows."""
     tokens = source.once(tokens_of)
     for role in _ROLES:
         token = content(source.config(SETTINGS).get(role))
@@ -247,51 +257,15 @@ def token_unknown(source: Source) -> Iterator[Fault]:
             if beyond:
                 text = f"{name} {beyond[0]}"
                 yield Fault(text, f"below {rows}, the embedding's rows", file=file)
-
-
-@check(
-    "SPECIAL_TOKENS_EMPTY", WARNING, needs=(either,),
-    why="an exporter dropped them: vLLM has no EOS to stop at, padding fails",
-    fix="copy tokenizer_config.json from the trained model",
-    issues="LLaMA-Factory #2075",
-)  # fmt: skip
-def special_tokens_empty(source: Source) -> Iterator[Fault]:
-    """A tokenizer without special tokens."""
-    files, settings, mapped = source.folder.files, source.config(SETTINGS), source.config(_MAP)
-    has_role = any(content(each.get(role)) for each in (settings, mapped) for role in _ROLES)
-    # Old tokenizers get theirs from their class, and no file names any: nothing was dropped.
-    if not has_role and (_MAP in files or "eos_token" in settings):
-        file = _MAP if _MAP in files else SETTINGS
-        yield Fault("no eos, bos or pad token", "at least eos_token", file=file)
-
-
-@check(
-    "PAD_MISSING", WARNING, needs=(MODEL,),
-    why="transformers refuses batches of more than one text: 'Cannot handle batch sizes > 1 if no "
-    "padding token is defined'",
-    fix="set pad_token_id in config.json to the tokenizer's",
-)  # fmt: skip
-def pad_missing(source: Source) -> Iterator[Fault]:
-    """A classifier or reward model without pad_token_id."""
-    if source.kind is Kind.REWARD and whole(of_text(source.config(), "pad_token_id")) is None:
-        yield Fault("no pad_token_id", "the tokenizer's", file=CONFIG)
-
-
-def writes_text(source: Source) -> bool:
-    """Return True for a model that writes text."""
-    return source.kind in (Kind.MODEL, Kind.VALUE)
-
-
-@check(
-    "GENERATION_CONFIG_MISSING", INFO, needs=(writes_text,),
-    why="the base's sampling defaults and EOS tokens are lost: verl's Megatron merger drops it",
-    fix="copy generation_config.json from the base, with the trained tokenizer's EOS",
-    issues="verl #7198",
-)  # fmt: skip
-def generation_config_missing(source: Source) -> Iterator[Fault]:
-    """No generation_config.json."""
-    if GENERATION not in source.folder.files and GENERATION not in source.folder.wrong:
-        yield Fault("no such file", GENERATION)
+    places = source.once(template_places) if tokens.rows and writes_chats(source) else {}
+    for place, text in places.items():
+        try:
+            markers = read_template(text, tokens.special).markers
+        except BrokenTemplateError:
+            continue  # TEMPLATE_BROKEN
+        unknown = sorted(markers - tokens.ids.keys())
+        if unknown:
+            yield Fault("not tokens of the tokenizer", "tokens", place, unknown, severity=WARNING)
 
 
 @dataclass(frozen=True)
@@ -332,24 +306,30 @@ def _ends(source: Source) -> _Ends:
 
 
 @check(
-    "EOS_MISSING", WARNING, needs=(writes_text,),
-    why="every generation runs to its length limit",
-    fix="set eos_token in tokenizer_config.json and eos_token_id in generation_config.json",
+    "TOKEN_MISSING", WARNING, needs=(either,),
+    why="every generation runs to its length limit, or batches are refused without padding",
+    fix="copy tokenizer_config.json from the trained model; set eos_token_id, pad_token_id",
     issues="LLaMA-Factory #2075",
 )  # fmt: skip
-def eos_missing(source: Source) -> Iterator[Fault]:
-    """No EOS token in any file."""
+def token_missing(source: Source) -> Iterator[Fault]:
+    """No EOS token in any file, a tokenizer without special tokens, or a classifier without pad."""
+    files, settings, mapped = source.folder.files, source.config(SETTINGS), source.config(_MAP)
+    has_role = any(content(each.get(role)) for each in (settings, mapped) for role in _ROLES)
+    # Old tokenizers get theirs from their class, and no file names any: nothing was dropped.
+    if not has_role and (_MAP in files or "eos_token" in settings):
+        file = _MAP if _MAP in files else SETTINGS
+        yield Fault("no eos, bos or pad token", "at least eos_token", file=file)
+    if source.kind is Kind.REWARD and whole(of_text(source.config(), "pad_token_id")) is None:
+        yield Fault("no pad_token_id", "the tokenizer's", file=CONFIG)
     ends = source.once(_ends)
-    if not ends.stops:
-        text = "none in any file" if ends.eos is None else f"only the tokenizer's, {ends.eos}"
-        yield Fault(text, f"eos_token_id in {GENERATION}", file=CONFIG, repair=_align_ends)
+    if writes_text(source) and not ends.stops:
+        text = "no EOS in any file" if ends.eos is None else f"only the tokenizer's, {ends.eos}"
+        yield Fault(text, f"eos_token_id in {GENERATION}", file=CONFIG)
 
 
 @check(
     "EOS_DISAGREES", ERROR, needs=(writes_text,),
-    why="the model was trained to end with the tokenizer's EOS, or with the end of a turn in its "
-    "chat template, but generation does not stop there, or only in some engines: it continues to "
-    "the length limit and talks to itself",
+    why="generation does not stop where training ended: it runs on and talks to itself",
     fix="add the ids to eos_token_id of generation_config.json",
     issues="LLaMA-Factory PR #10834, LLaMA-Factory #9338, LLaMA-Factory #2075",
 )  # fmt: skip
@@ -360,22 +340,19 @@ def eos_disagrees(source: Source) -> Iterator[Fault]:
     if not stops:
         return
     unstopped = ends.eos is not None and ends.eos not in stops
-    reasons = [
-        f"the tokenizer ends with {ends.eos}" if unstopped else "",
-        f"turns of the chat template end with {_listed(ends.turns)}"
-        if ends.turns and not stops & {*ends.turns} else "",
-        f"{CONFIG} stops at {_listed(ends.in_config)}"
-        if generation and config and not generation & config else "",
-        f"the base stops at {_listed(ends.of_base)}"
-        if config and ends.of_base and not config & {*ends.of_base} else "",
-    ]  # fmt: skip
-    if any(reasons):
-        reason = "; ".join(filter(None, reasons))
+    reasons = [f"the tokenizer ends with {ends.eos}"] if unstopped else []
+    if ends.turns and not stops & {*ends.turns}:
+        reasons.append(f"turns of the chat template end with {_listed(ends.turns)}")
+    if generation and config and not generation & config:
+        reasons.append(f"{CONFIG} stops at {_listed(ends.in_config)}")
+    if config and ends.of_base and not config & {*ends.of_base}:
+        reasons.append(f"the base stops at {_listed(ends.of_base)}")
+    if reasons:
+        text = f"stops at {_listed(ends.stops)}; {'; '.join(reasons)}"
         value = ends.wanted[0] if len(ends.wanted) == 1 else ends.wanted
         yield Fault(
-            f"stops at {_listed(ends.stops)}; {reason}", f"{_listed(ends.wanted)} among them",
-            file=GENERATION if generation else CONFIG, severity=None if unstopped else WARNING,
-            fix=setting(GENERATION, eos_token_id=value), repair=_align_ends,
+            text, f"{_listed(ends.wanted)} among them", GENERATION if generation else CONFIG,
+            severity=None if unstopped else WARNING, fix=setting(GENERATION, eos_token_id=value),
         )  # fmt: skip
 
 
@@ -383,50 +360,19 @@ def _listed(ids: Any) -> str:
     return ", ".join(map(str, ids)) or "nothing"
 
 
-def _align_ends(draft: Draft) -> None:
-    """Stop at every EOS that any file names."""
-    ids = draft.source.once(_ends).wanted
-    if ids:
-        value: int | list[int] = ids[0] if len(ids) == 1 else ids
-        draft.edit(GENERATION, eos_token_id=value)
-        draft.done.append(f"{GENERATION}: eos_token_id {value}")
-
-
-@check(
-    "TEMPLATE_UNKNOWN_TOKENS", WARNING, needs=(writes_chats,),
-    why="the tokenizer splits them into pieces: the model sees text that it was not trained on, "
-    "and never generates an end-of-turn token",
-    fix="serve the tokenizer of the training run, or add the tokens and resize the embedding",
-    issues="OpenRLHF #645, OpenRLHF PR #648, OpenRLHF #1069",
-)  # fmt: skip
-def template_unknown_tokens(source: Source) -> Iterator[Fault]:
-    """Markers in the chat template that are not tokens."""
-    tokens = source.once(tokens_of)
-    for place, text in source.once(template_places).items() if tokens.rows else ():
-        try:
-            markers = read_template(text, tokens.special).markers
-        except BrokenTemplateError:
-            continue  # TEMPLATE_BROKEN
-        unknown = sorted(markers - tokens.ids.keys())
-        if unknown:
-            yield Fault("not tokens of the tokenizer", "tokens", place, unknown)
-
-
 _READER = "TokenizersBackend"
 _NO_CLASS = (
-    "no class helps: transformers 5 builds the tokenizer of every {!r} itself. If training read "
-    "tokenizer.json as it is, serve it with an engine that does, e.g. transformers 4; else save "
-    "the tokenizer again with the transformers of the training, which writes the steps it used"
+    "no class helps: transformers 5 builds the tokenizer of every {!r} itself; serve it with "
+    "transformers 4, or save the tokenizer again with the transformers of the training"
 )
 GENERIC_TOKENIZER = "PreTrainedTokenizerFast"
 
 
 @check(
     "TOKENIZER_MISREAD", ERROR, needs=(either,),
-    why="transformers 5, and vLLM with it, rebuilds the pipeline of this class and takes only the "
-    "vocabulary from tokenizer.json: texts become other ids than in training, DeepSeek's models "
-    "lose all blanks, and nothing says so",
-    fix="name the class that reads the file as it is, PreTrainedTokenizerFast: {repair}",
+    why="transformers 5 and vLLM rebuild this class: texts become other ids than in training",
+    fix="name the class that reads the file as it is, "
+    + setting(SETTINGS, tokenizer_class=GENERIC_TOKENIZER),
     issues="transformers #45488, transformers #48206, vLLM PR #48482",
 )  # fmt: skip
 def tokenizer_misread(source: Source) -> Iterator[Fault]:
@@ -440,26 +386,9 @@ def tokenizer_misread(source: Source) -> Iterator[Fault]:
         severity = WARNING  # other steps may make the same ids; prompts have the same
     if reason:
         kind, name = _model_type(source), str(source.config(SETTINGS).get("tokenizer_class"))
-        always = kind in _table()["not_of_config"]
-        yield Fault(
-            f"tokenizer_class {name!r}: {reason}",
-            f"{GENERIC_TOKENIZER!r}, which reads tokenizer.json",
-            file=SETTINGS, severity=severity, fix=_NO_CLASS.format(kind) if always else "",
-            repair=name_tokenizer,
-        )  # fmt: skip
-
-
-def name_tokenizer(draft: Draft) -> None:
-    """Name the class that every version has and that reads tokenizer.json as it is."""
-    if TOKENIZER not in draft.source.folder.files:
-        return
-    draft.edit(SETTINGS, tokenizer_class=GENERIC_TOKENIZER)
-    more = draft.documents[SETTINGS].get("extra_special_tokens")
-    if isinstance(more, list):  # transformers 4 takes a mapping there, and has another key
-        draft.edit(SETTINGS, additional_special_tokens=more)
-        del draft.documents[SETTINGS]["extra_special_tokens"]
-        draft.done.append(f"{SETTINGS}: extra_special_tokens as additional_special_tokens")
-    draft.done.append(f"{SETTINGS}: tokenizer_class {GENERIC_TOKENIZER}")
+        text, expected = f"tokenizer_class {name!r}: {reason}", f"{GENERIC_TOKENIZER!r}"
+        fix = _NO_CLASS.format(kind) if kind in _table()["not_of_config"] else ""
+        yield Fault(text, expected, file=SETTINGS, severity=severity, fix=fix)
 
 
 def _built(source: Source) -> Mapping[str, Any] | None:
@@ -533,18 +462,15 @@ def _plain(step: Any) -> Any:
 
 @check(
     "TOKENIZER_NOT_OF_BASE", ERROR, needs=(either, BASE),
-    why="the embedding's rows were trained for the base's ids: another vocabulary, merges, "
-    "normalizer, pre-tokenizer or decoder gives the model texts that it does not know",
-    fix="copy tokenizer.json of the base, with the tokens that training added; or give the base "
-    "that the tokenizer belongs to",
+    why="the embedding was trained for the base's ids: texts become others, unknown to it",
+    fix="copy tokenizer.json of the base with the added tokens, or give the right base",
     issues="transformers #45488",
 )  # fmt: skip
 def tokenizer_not_of_base(source: Source) -> Iterator[Fault]:
     """A tokenizer that splits or numbers texts otherwise than the base's; tokens may be added."""
     if source.base is None:
         return
-    ours, theirs = source.once(tokens_of), source.base.once(tokens_of)
-    if ours.rows and theirs.rows:  # else no loader takes it
+    if source.once(tokens_of).rows and source.base.once(tokens_of).rows:  # else no loader takes it
         changed = list(_changes(source, source.base))
         if changed:
             yield Fault("; ".join(changed), "as the base has; tokens may be added", file=TOKENIZER)
@@ -555,11 +481,8 @@ def _changes(source: Source, base: Source) -> Iterator[str]:
     ids, base_ids = source.once(tokens_of).ids, base.once(tokens_of).ids
     moved = [text for text, number in base_ids.items() if ids.get(text) != number]
     if moved:
-        text = moved[0]
-        yield (
-            f"{len(moved)} tokens have other ids or none, e.g. {text!r} {ids.get(text)}, not "
-            f"{base_ids[text]}"
-        )
+        example = f"{moved[0]!r} {ids.get(moved[0])}, not {base_ids[moved[0]]}"
+        yield f"{len(moved)} tokens have other ids or none, e.g. {example}"
     merges, base_merges = _merges(ours), _merges(theirs)
     if merges != base_merges:
         yield f"{len(merges)} merges, not the base's {len(base_merges)}"
@@ -569,8 +492,7 @@ def _changes(source: Source, base: Source) -> Iterator[str]:
         options = {k: v for k, v in _model(theirs).items() if k not in ("vocab", "merges")}
         reason = misread_as(source.folder.root, {**steps, "model": options})
         if reason and not is_leading(reason):
-            names = [n for n, step in _parts(ours).items() if step != _parts(theirs)[n]]
-            yield f"another {' and '.join(names)}, by the base's {reason}"
+            yield f"other steps, by the base's {reason}"
     if _kinds(ours.get("decoder")) != _kinds(theirs.get("decoder")):
         yield "another decoder"
 
@@ -587,3 +509,19 @@ def _merges(document: Mapping[str, Any]) -> list[str]:
     merges = _model(document).get("merges")
     pairs = merges if isinstance(merges, list) else []
     return [" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in pairs]
+
+
+@check(
+    "TOKENIZER_CUTS", WARNING, needs=(either,),
+    why="left by a trainer: programs that read tokenizer.json directly cut or pad every prompt",
+    fix=setting(TOKENIZER, truncation=None, padding=None),
+    issues="djl PR #2741",
+)  # fmt: skip
+def tokenizer_cuts(source: Source) -> Iterator[Fault]:
+    """Truncation or padding in tokenizer.json."""
+    document = source.config(TOKENIZER)
+    left = [name for name in ("truncation", "padding") if isinstance(document.get(name), Mapping)]
+    if left:
+        limit = document.get("truncation")
+        length = f", max_length {limit.get('max_length')}" if isinstance(limit, Mapping) else ""
+        yield Fault(f"{' and '.join(left)}{length}", "null", file=TOKENIZER)

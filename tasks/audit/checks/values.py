@@ -5,21 +5,19 @@ Weights up to 2 GB are read, larger ones with values=true. Every byte is read on
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from tasks.audit.check import ADAPTER, BASE, ERROR, MODEL, READ, WARNING, Fault, also, check, some
-from tasks.audit.checks.names import embeddings_of, other_sizes
+from tasks.audit.check import ADAPTER, ERROR, MODEL, READ, WARNING, Fault, also, check, some
+from tasks.audit.checks.adapter import has_settings
+from tasks.audit.checks.names import other_sizes
 from tasks.audit.known import of_text, whole
-from tasks.audit.scan import Seen, first_difference, same_header, scan
+from tasks.audit.scan import first_difference, same_header, scan
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
-from tasks.weights.files.documents import manifest_problem
+from tasks.audit.tensor_names import embeddings_of
 from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.identity import base_mismatch
 from tasks.weights.files.names import parse_peft
@@ -39,8 +37,7 @@ _HUB = 3
 
 @check(
     "WRONG_BASE", ERROR,
-    why="an adapter on another base raises no error if the shapes agree, and generates garbage: "
-    "correct before the merge, wrong after it",
+    why="shapes that agree raise no error: correct before the merge, garbage after it",
     fix="pass the base that the training run used",
     issues="LLaMA-Factory #4913, LLaMA-Factory #2505, LLaMA-Factory #5930",
 )  # fmt: skip
@@ -50,12 +47,9 @@ def wrong_base(source: Source) -> Iterator[Fault]:
     if base is None:
         return
     if not base.is_model:
-        yield Fault(
-            f"{base.recognised.what}; nothing was compared with it",
-            "a full model",
-            file=str(base.folder.root),
-            fix="base=<folder of the full model that it was made from>",
-        )
+        text, root = f"{base.recognised.what}; nothing was compared with it", base.folder.root
+        fix = "base=<folder of the full model that it was made from>"
+        yield Fault(text, "a full model", file=str(root), fix=fix)
     elif source.is_adapter:
         name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
         inputs = source.recognised.manifest.get("inputs")
@@ -93,17 +87,19 @@ def _shapes(source: Source, base: Source) -> Iterator[Fault]:
 
 
 @check(
-    "BASE_NAME", WARNING, needs=(ADAPTER, BASE),
+    "BASE_NAME", WARNING, needs=(has_settings,),
     why="an adapter merges silently into a wrong base of the same shapes",
-    fix="pass the base of that name, or correct base_model_name_or_path",
+    fix="write base_model_name_or_path into adapter_config.json, or pass that base",
     issues="LLaMA-Factory #4913, LLaMA-Factory #6105",
 )  # fmt: skip
 def base_name(source: Source) -> Iterator[Fault]:
-    """Another base than adapter_config.json names."""
+    """adapter_config.json names no base, or another one than `base`."""
     recorded, base = source.config(ADAPTER_CONFIG).get("base_model_name_or_path"), source.base
+    if not recorded:
+        yield Fault("no base_model_name_or_path", "the base's name", file=ADAPTER_CONFIG)
     if base is None or not isinstance(recorded, str) or not recorded:
         return
-    if base.recognised.manifest or "WRONG_BASE" in source.codes:
+    if base.recognised.manifest or not base.is_model or "WRONG_BASE" in source.codes:
         return  # a Plumbline artifact is identified by its digest, its folder has any name
     names = {*base.folder.root.resolve().parts[-_HUB:], str(base.config().get("_name_or_path", ""))}
     names |= {name.rpartition("--")[2] for name in names}  # hub caches: models--<owner>--<name>
@@ -122,8 +118,7 @@ def has_values(source: Source) -> bool:
 
 @check(
     "MERGED_EQUALS_BASE", ERROR, needs=(MODEL, has_values),
-    why="nothing was merged: verl's merger writes LoRA to a separate folder; LLaMA-Factory exports "
-    "the base if export_size gives files of the base's size",
+    why="nothing was merged: verl's merger writes LoRA to a folder of its own",
     fix="merge the adapter: {again}",
     issues="LLaMA-Factory #9051, LLaMA-Factory #6105, verl #7285",
 )  # fmt: skip
@@ -140,9 +135,7 @@ def merged_equals_base(source: Source) -> Iterator[Fault]:
 
 @check(
     "NORM_DIFFERS", ERROR, needs=(MODEL, has_values),
-    why="training changes norms by a few percent and turns matrices little: 8-bit numbers were "
-    "stored without their scales, or the tensor was transposed, swapped with another or "
-    "initialised again. Nothing fails, but responses are garbage",
+    why="training turns matrices little: scales were lost, or it was transposed or swapped",
     fix="merge again from the base: {again}",
     issues="unsloth-zoo PR #803, unsloth #4919",
 )  # fmt: skip
@@ -229,7 +222,6 @@ def _products(source: Source, base: Source, key: str) -> NDArray[np.float64]:
     return sums
 
 
-_FP16 = 65504.0
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _PROJECTION = re.compile(
     r"\.(?:(?:[qkvo]|out|qkv|gate|up|down|gate_up)_proj|c_attn|c_proj|c_fc|fc[12]|w[123]"
@@ -239,168 +231,73 @@ _PROJECTION = re.compile(
 """Matrices without which a language model does not work; adapters in them begin at zero."""
 
 
-def _manifest(source: Source) -> Mapping[str, Any]:
-    """Return the manifest of an artifact; empty if it is damaged, which `folder` reports."""
-    manifest = source.recognised.manifest
-    return {} if manifest_problem(manifest) else manifest
-
-
-def _seen(source: Source) -> Mapping[str, Seen]:
-    """Read all tensors."""
-    recorded = _manifest(source).get("tensors", {}).values()
-    hashed = {name for entries in recorded for name in entries}
-    return scan(source, source.tensors, hashed=hashed)
-
-
 @check(
     "NOT_FINITE", ERROR, needs=(READ,),
-    why="a single one is enough: every logit becomes NaN, vLLM samples token 0 and writes `!!!!`",
+    why="one is enough: every logit becomes NaN, vLLM samples token 0 and writes `!!!!`",
     fix="use an earlier checkpoint; the run had diverged",
     issues="OpenRLHF #1120",
 )  # fmt: skip
 def not_finite(source: Source) -> Iterator[Fault]:
     """Elements that are infinite or NaN."""
-    bad = {name: seen.nonfinite for name, seen in source.once(_seen).items() if seen.nonfinite}
+    bad = {name: seen.nonfinite for name, seen in source.once(scan).items() if seen.nonfinite}
     if bad:
         text = f"{sum(bad.values())} elements of {len(bad)} tensors"
         yield Fault(text, "finite numbers", tensors=list(bad))
 
 
 @check(
-    "DTYPE_RANGE", WARNING, needs=(READ,),
-    why="serving with dtype=float16, or quantisation methods that compute in fp16, turn them into "
-    "infinities",
-    fix="serve in bfloat16",
-)  # fmt: skip
-def dtype_range(source: Source) -> Iterator[Fault]:
-    """Values beyond the range of fp16."""
-    wide = {
-        name: seen.magnitude
-        for name, seen in source.once(_seen).items()
-        if seen.dtype != "F16" and _FP16 < seen.magnitude < math.inf
-    }
-    if wide:
-        yield Fault(f"up to {max(wide.values()):.3g}", f"up to {_FP16:.0f}", tensors=list(wide))
-
-
-@check(
-    "ALL_ZERO", WARNING, needs=(READ,),
-    why="the layer outputs nothing: memory was saved before it was filled. An error for the "
-    "projections, embeddings and output heads of a model, unless both outputs of a block are zero: "
-    "such a block passes its input on (LLaMA-Pro)",
-    fix="compare it with the base, and save again; copy a base from its origin again",
-    issues="aprender #3971",
-)  # fmt: skip
-def all_zero(source: Source) -> Iterator[Fault]:
-    """A matrix of zeros."""
-    for name, seen in _matrices(source):
-        if seen.is_zero:
-            severity = ERROR if _is_needed(source, name) else None
-            yield Fault("zeros", "a trained matrix", tensors=[name], severity=severity)
-
-
-@check(
     "CONSTANT_ROWS", WARNING, needs=(READ,),
-    why="the rows were appended or reset and never trained",
-    fix="compare them with the base",
+    why="memory was saved before it was filled, or the rows were never trained",
+    fix="compare it with the base and save again; train embeddings too (modules_to_save)",
+    issues="aprender #3971, OpenRLHF #645, OpenRLHF PR #648",
 )  # fmt: skip
 def constant_rows(source: Source) -> Iterator[Fault]:
-    """Rows of a matrix in which all elements are equal."""
-    for name, seen in _matrices(source):
-        rows, count = source.tensors[name].shape[0], seen.zero_rows + seen.constant_rows
-        if count == rows > 1 and _is_needed(source, name) and not seen.is_zero:
-            yield Fault(f"all {rows} rows", "a trained matrix", tensors=[name], severity=ERROR)
-        elif count and not seen.is_zero and not (name.endswith(_EMBEDDINGS) and seen.zero_rows):
-            text = f"{count} of {rows} rows: {some(seen.rows)}"
+    """Rows of zeros or of equal elements; an error where a whole matrix of a model is."""
+    padding = whole(of_text(source.config(), "pad_token_id"))  # zero by design
+    for name, seen in source.once(scan).items():
+        shape, count = source.tensors[name].shape, seen.zero_rows + seen.constant_rows
+        if len(shape) not in (2, 3) or ".lora_" in name or seen.nonfinite:
+            continue
+        is_needed = _is_needed(source, name)
+        if seen.is_zero:
+            severity = ERROR if is_needed else None
+            yield Fault("zeros", "a trained matrix", tensors=[name], severity=severity)
+        elif count == shape[0] > 1 and is_needed:
+            text = f"all {count} rows"
+            yield Fault(text, "a trained matrix", tensors=[name], severity=ERROR)
+        elif count > 1 or (count and not (name.endswith(_EMBEDDINGS) and padding in seen.rows)):
+            text = f"{count} of {shape[0]} rows: {some(seen.rows)}"
             yield Fault(text, "trained rows", tensors=[name])
 
 
-@check(
-    "DEAD_EMBEDDING", WARNING, needs=(READ,),
-    why="the token was reserved or added and never trained: in a template it tells the model "
-    "nothing, and training starts from zero",
-    fix="use tokens that the base was trained with, or train the embeddings too (modules_to_save)",
-    issues="OpenRLHF #645, OpenRLHF PR #648",
-)  # fmt: skip
-def dead_embedding(source: Source) -> Iterator[Fault]:
-    """Tokens whose embedding is zero."""
-    padding = whole(of_text(source.config(), "pad_token_id"))  # zero by design
-    for name, seen in _matrices(source):
-        rows = source.tensors[name].shape[0]
-        if not name.endswith(_EMBEDDINGS) or not 0 < seen.zero_rows < rows:
-            continue
-        if seen.zero_rows > 1 or padding not in seen.rows:
-            text = f"{seen.zero_rows} of {rows} rows are zero: {some(seen.rows)}"
-            yield Fault(text, "an embedding for every token", tensors=[name])
+def _is_needed(source: Source, name: str) -> bool:
+    """Return True for a matrix without which the model does not work.
+
+    A block whose two outputs are zero passes its input on, as LLaMA-Pro adds them.
+    """
+    if not source.is_model or _PROJECTION.search(name) is None:
+        return False
+    attention = name.replace("mlp.down_proj.", "self_attn.o_proj.")
+    mlp = attention.replace("self_attn.o_proj.", "mlp.down_proj.")
+    seen = source.once(scan)
+    block = [seen[each].is_zero for each in (attention, mlp) if each in seen]
+    return attention == mlp or len(block) < 2 or not all(block)
 
 
 @check(
     "LORA_B_ZERO", ERROR, needs=(ADAPTER, READ),
-    why="the merged model is the base, bit for bit. Training did not reach it, or ZeRO-3 saved it "
-    "before the parameters were gathered",
+    why="the merged model is the base: training did not reach it, or ZeRO-3 saved too early",
     fix="use a trained checkpoint; compare its step with this one's",
 )  # fmt: skip
 def lora_b_zero(source: Source) -> Iterator[Fault]:
     """All lora_B are zero: the adapter is untrained and has no effect."""
-    keys = {name: parse_peft(name) for name in source.once(_seen)}
     halves = [
         name
-        for name, key in keys.items()
-        if key is not None and key.half == "B" and source.tensors[name].numel
+        for name in source.once(scan)
+        if (key := parse_peft(name)) is not None and key.half == "B" and source.tensors[name].numel
     ]  # an empty tensor is reported elsewhere
-    zero = [name for name in halves if source.once(_seen)[name].is_zero]
+    zero = [name for name in halves if source.once(scan)[name].is_zero]
     if zero:
         severity = ERROR if len(zero) == len(halves) else WARNING
         text = f"{len(zero)} of {len(halves)} are zero"
         yield Fault(text, "trained values", tensors=zero, severity=severity)
-
-
-@check(
-    "SHA256_DIFFERS", ERROR, needs=(READ,),
-    why="the data is not what was checked and measured",
-    fix="make the artifact again, or restore it from its origin",
-)  # fmt: skip
-def sha256_differs(source: Source) -> Iterator[Fault]:
-    """Data that differs from the manifest."""
-    manifest = _manifest(source)
-    if not manifest:
-        return
-    seen = source.once(_seen)
-    for file, entries in manifest["tensors"].items():
-        recorded = {name: entry["blake3"] for name, entry in entries.items() if name in seen}
-        wrong = [name for name, value in recorded.items() if seen[name].checksum != value]
-        if wrong:
-            text = f"{len(wrong)} tensors with other bytes"
-            yield Fault(text, "the bytes that manifest.json records", file, wrong)
-    for file, entry in manifest["files"].items():  # files that are not tensors are small
-        if file in manifest["tensors"] or file not in source.folder.files:
-            continue
-        actual = blake3((source.folder.root / file).read_bytes()).hexdigest()
-        expected = str(entry["blake3"])
-        if actual != expected:
-            yield Fault(actual, expected, file=file)
-
-
-def _matrices(source: Source) -> Iterator[tuple[str, Seen]]:
-    """Yield the matrices of the model itself, without LoRA pairs."""
-    for name, seen in source.once(_seen).items():
-        if len(source.tensors[name].shape) in (2, 3) and ".lora_" not in name:
-            yield name, seen
-
-
-def _is_needed(source: Source, name: str) -> bool:
-    """Return True for a matrix without which the model does not work."""
-    of_model = source.is_model and _PROJECTION.search(name) is not None
-    return of_model and name not in source.once(_identity_blocks)
-
-
-def _identity_blocks(source: Source) -> set[str]:
-    """Return the matrices of zeros by which a block passes its input on, as LLaMA-Pro adds them."""
-    seen = source.once(_seen)
-    outputs = [(name, name.replace("self_attn.o_proj.", "mlp.down_proj.")) for name in seen]
-    return {
-        name
-        for attention, mlp in outputs
-        if attention != mlp and mlp in seen and seen[attention].is_zero and seen[mlp].is_zero
-        for name in (attention, mlp)
-    }

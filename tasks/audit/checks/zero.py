@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from tasks.audit.check import ERROR, INFO, Fault, also, check, some
 from tasks.audit.folder import by_number
-from tasks.audit.source import Kind, Source, command
+from tasks.audit.source import Kind, Source, command, deliver
 from tasks.core.errors import ArtifactError
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
 from tasks.weights.shards import Partitions, read_partitions
 from tasks.weights.zero import ZeroCheckpoint, find_step, read_zero
 
-_HEAD, _STATES = "DeepSpeed", "_model_states.pt"
+_STATES = "_model_states.pt"
 
 
 @check(
@@ -22,46 +22,55 @@ _HEAD, _STATES = "DeepSpeed", "_model_states.pt"
     issues="LLaMA-Factory #2604, LLaMA-Factory #2161",
 )  # fmt: skip
 def not_gathered(source: Source) -> Iterator[Fault]:
-    """The partitions of every rank, complete, and not a model yet."""
-    read, root = source.once(_read), source.folder.root
+    """The partitions of every rank, complete, in place of a model or beside its saved weights."""
+    read, root, place = source.once(_read), source.folder.root, ""
     if isinstance(read, Partitions):
         text = f"{read.world_size} ranks, {len(read.shapes)} tensors, {read.mode}"
-        base = "<base>" if read.mode == "adapter" else None
-        fix = command("deliver", source=root, base=base, out=f"{root}-delivered")
-        yield Fault(text, "an adapter or a model", fix=fix)
+        has_base = read.mode == "adapter"
     elif isinstance(read, ZeroCheckpoint | DistributedCheckpoint):
+        text = f"{len(read.trained)} trained tensors"
+        has_base = any(".lora_" in name for name in read.trained)
         if isinstance(read, ZeroCheckpoint):
             step = "" if read.step is None else f", step {read.step}"
-            text = f"ZeRO-{read.stage} of {read.world_size} ranks"
-            text += f", {len(read.trained)} trained tensors"
+            text = f"ZeRO-{read.stage} of {read.world_size} ranks, {text}{step}"
         else:
-            step = f"; {read.left} of the optimizer are left out" if read.left else ""
-            text = f"{len(read.trained)} trained tensors"
-        is_lora = any(".lora_" in name for name in read.trained)
-        base = "<base>" if is_lora or isinstance(read, DistributedCheckpoint) else None
-        yield Fault(
-            text + step,
-            "an adapter or a model",
-            file="" if read.root == root else read.root.name,
-            fix=command("deliver", source=root, base=base, out=f"{root}-delivered"),
-        )
+            text += f"; {read.left} of the optimizer are left out" if read.left else ""
+            has_base = True
+        place = "" if read.root == root else read.root.name
+    else:
+        yield from _beside(source)
+        return
+    fix = deliver(root, "<base>" if has_base else None)
+    yield Fault(text, "an adapter or a model", file=place, fix=fix)
+
+
+def _beside(source: Source) -> Iterator[Fault]:
+    states = [text for text in source.recognised.beside if "DeepSpeed" in text]
+    if not states or not (source.is_adapter or source.is_model):
+        return
+    broken = not source.tensors or any(not tensor.numel for tensor in source.tensors.values())
+    rest = ": the saved weights are broken, these may be intact" if broken else ""
+    try:
+        base = source.base.folder.root if source.base is not None else "<base>"
+        step = find_step(source.folder.root)
+        fix = deliver(step, base if source.is_adapter else None)
+    except ArtifactError:
+        fix = ""
+    yield Fault(f"{states[0]} beside the saved weights{rest}", "one of them", fix=fix)
 
 
 @check(
     "ZERO_UNUSABLE", ERROR,
-    why="neither a resume nor `zero_to_fp32.py` can make a model of them, or the latter combines "
-    "files of several runs into a model that never existed",
-    fix="copy the files of every rank of one step again, or use the folder of another step",
+    why="no tool can make a model of them, or it combines several runs into one that never was",
+    fix="copy the files of every rank of one step again, or use another step",
     issues="OpenRLHF #1067, OpenRLHF PR #1208",
 )  # fmt: skip
 def unusable(source: Source) -> Iterator[Fault]:
     """Partitions that are incomplete, damaged, of several runs, or of another kind of training."""
-    read = source.once(_read)
-    if isinstance(read, list):
-        for message in read:
-            text = message.replace(f"{source.folder.root}/", "")
-            text = text.removeprefix(f"{source.folder.root}: ")
-            yield Fault(text, "the files of all ranks of one step")
+    read, root = source.once(_read), source.folder.root
+    for message in read if isinstance(read, list) else ():
+        text = message.replace(f"{root}/", "").removeprefix(f"{root}: ")
+        yield Fault(text, "the files of all ranks of one step")
 
 
 @also("NOTHING_HERE")
@@ -69,41 +78,14 @@ def several_steps(source: Source) -> Iterator[Fault]:
     """Several DeepSpeed checkpoints in subfolders."""
     further = _below(source)
     if further:
-        yield Fault(
-            f"{source.recognised.what} in subfolders: {some(reversed(further))}",
-            "one of them",
-            fix=command("audit", source=source.folder.root / further[-1]),
-        )
-
-
-@check(
-    "ZERO_BESIDE", INFO,
-    why="if the saved weights are wrong, the shards still have the right values",
-    fix="gather them: {deliver}",
-)  # fmt: skip
-def beside(source: Source) -> Iterator[Fault]:
-    """DeepSpeed's shards beside the saved weights."""
-    states = [text for text in source.recognised.beside if _HEAD in text]
-    if not states or not (source.is_adapter or source.is_model):
-        return
-    broken = not source.tensors or any(not tensor.numel for tensor in source.tensors.values())
-    rest = ": the saved weights are broken, these may be intact" if broken else ""
-    try:
-        step = find_step(source.folder.root)
-    except ArtifactError:
-        fix = ""
-    else:
-        base = source.base.folder.root if source.base is not None else "<base>"
-        fix = command(
-            "deliver", source=step, base=base if source.is_adapter else None,
-            out=f"{source.folder.root}-delivered",
-        )  # fmt: skip
-    yield Fault(states[0] + rest, "one of them", fix=fix)
+        text = f"{source.recognised.what} in subfolders: {some(reversed(further))}"
+        fix = command("audit", source=source.folder.root / further[-1])
+        yield Fault(text, "one of them", fix=fix)
 
 
 def _read(
     source: Source,
-) -> ZeroCheckpoint | DistributedCheckpoint | Partitions | Iterable[str] | None:
+) -> ZeroCheckpoint | DistributedCheckpoint | Partitions | list[str] | None:
     """Read the partitions; returns the reasons as a list if they are unusable."""
     try:
         if source.kind is Kind.SHARDS:

@@ -40,7 +40,7 @@ class Broken:
     Attributes:
         code: the expected finding.
         of: name of the clean checkpoint to copy.
-        how: breaks the copy.
+        how: breaks the copy; None if the fault lies in the arguments of the audit.
         base: name of the clean model for `base=`; "" for none, "-" for that of the clean one.
         values: True if only data shows the fault.
         adapter: name of the clean adapter for `adapter=`; "" for none.
@@ -48,7 +48,7 @@ class Broken:
 
     code: str
     of: str
-    how: Break
+    how: Break | None
     base: str = "-"
     values: bool = False
     adapter: str = ""
@@ -92,7 +92,8 @@ class Corpus:
         self._copies += 1
         folder = self.root / "broken" / str(self._copies) / case.of
         shutil.copytree(self.clean(case.of), folder)
-        case.how(folder, self)
+        if case.how is not None:
+            case.how(folder, self)
         return folder
 
     def base_for(self, case: Broken) -> Path | None:

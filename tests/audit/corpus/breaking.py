@@ -18,10 +18,6 @@ from tests.audit.making import edit_json
 Tensors = dict[str, torch.Tensor]
 
 
-def as_it_is(folder: Path, corpus: Corpus) -> None:
-    """Leave the clean checkpoint as it is: the fault lies in its use."""
-
-
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 

@@ -74,29 +74,21 @@ def _cut(document: dict[str, Any]) -> None:
 BROKEN_SERVED: dict[str, Broken] = {
     "top_p of 5": Broken("GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, top_p=5.0)),
     "greedy by temperature": Broken(
-        "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, temperature=0.01)
-    ),
+        "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, temperature=0.01)),
     "a penalty for every word of the question": Broken(
-        "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, repetition_penalty=5.0)
-    ),
+        "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, repetition_penalty=5.0)),
     "truncation left by a trainer": Broken("TOKENIZER_CUTS", "qwen2", by.tokenizer(_cut)),
     "an adapter of expert parameters": Broken(
-        "TARGET_PARAMETERS",
-        "lora",
-        by.edited("adapter_config.json", target_parameters=["mlp.experts.gate_up_proj"]),
-    ),
+        "TARGET_PARAMETERS", "lora",
+        by.edited("adapter_config.json", target_parameters=["mlp.experts.gate_up_proj"])),
     "scales of other groups": Broken(
-        "QUANT_SHAPES", "qwen2", quantised(["lm_head", "embed_tokens"], 16), base=""
-    ),
+        "QUANT_CONFIG", "qwen2", quantised(["lm_head", "embed_tokens"], 16), base=""),
     "exported with another template": Broken(
-        "EXPORT_DIFFERS", "qwen2", export(chat_template="{{ messages[0].content }}")
-    ),
+        "EXPORT_DIFFERS", "qwen2", export(chat_template="{{ messages[0].content }}")),
     "exported with another EOS": Broken("EXPORT_DIFFERS", "qwen2", export(eos_token_id=7)),
     "exported with another rope base": Broken("EXPORT_DIFFERS", "qwen2", export(freq_base=5e5)),
     "exported before tokens were added": Broken(
-        "EXPORT_DIFFERS", "qwen2", export(tokens=["a", "b"])
-    ),
+        "EXPORT_DIFFERS", "qwen2", export(tokens=["a", "b"])),
     "a Modelfile of another family": Broken(
-        "EXPORT_DIFFERS", "qwen2", by.written("Modelfile", _LLAMA3)
-    ),
-}
+        "EXPORT_DIFFERS", "qwen2", by.written("Modelfile", _LLAMA3)),
+}  # fmt: skip

@@ -139,143 +139,109 @@ BROKEN_TUNED: dict[str, Broken] = {
     # Zero
     "pairs never gathered": Broken("EMPTY_TENSOR", "lora", by.emptied("lora_")),
     "a file of 40 bytes": Broken("EMPTY_TENSOR", "lora", _no_tensors),
-    "empty beside a good .bin": Broken("TWO_WEIGHT_SETS", "lora", _empty_beside_good),
-    "a pickle under ZeRO-3": Broken("PICKLED_WEIGHTS", "bin-adapter", by.as_it_is),
+    "empty beside a good .bin": Broken("STRAY_WEIGHT_FILE", "lora", _empty_beside_good),
+    "a pickle under ZeRO-3": Broken("PICKLED_WEIGHTS", "bin-adapter", None),
     "no weights at all": Broken("WEIGHTS_MISSING", "lora", by.removed(ADAPTER)),
     # Heads
     "LoRA on the head, the head itself lost": Broken(
-        "HEAD_MISSING", "reward-lora", by.tensors(_head_by_lora, ADAPTER), base=""
-    ),
+        "HEAD_MISSING", "reward-lora", by.tensors(_head_by_lora, ADAPTER), base=""),
     "the head left at its random start": Broken(
-        "HEAD_MISSING", "reward-lora", by.dropped("score", name=ADAPTER), base=""
-    ),
+        "HEAD_MISSING", "reward-lora", by.dropped("score", name=ADAPTER), base=""),
     # Settings
-    "not LoRA": Broken("ADAPTER_TYPE", "lora", by.edited(_CONFIG, peft_type="IA3")),
+    "not LoRA": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, peft_type="IA3")),
     "no rank": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, r=0)),
     "alpha 0": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, lora_alpha=0)),
     "a pattern that matches nothing": Broken(
-        "ADAPTER_PATTERN", "lora", by.edited(_CONFIG, alpha_pattern={"query_key_value": 4})
-    ),
+        "ADAPTER_CONFIG", "lora", by.edited(_CONFIG, alpha_pattern={"query_key_value": 4})),
     "half of a pair": Broken(
-        "ADAPTER_HALF_PAIR", "lora", by.dropped("layers.1.self_attn.q_proj.lora_B", name=ADAPTER)
-    ),
-    "rank of another run": Broken("ADAPTER_RANK", "lora", by.edited(_CONFIG, r=8)),
-    "the patterns lost": Broken("ADAPTER_RANK", "patterns", by.edited(_CONFIG, rank_pattern={})),
-    "use_dora lost": Broken("ADAPTER_DORA", "dora", by.edited(_CONFIG, use_dora=False)),
+        "ADAPTER_PAIRS", "lora", by.dropped("layers.1.self_attn.q_proj.lora_B", name=ADAPTER)),
+    "rank of another run": Broken("ADAPTER_PAIRS", "lora", by.edited(_CONFIG, r=8)),
+    "the patterns lost": Broken("ADAPTER_PAIRS", "patterns", by.edited(_CONFIG, rank_pattern={})),
+    "use_dora lost": Broken("ADAPTER_PAIRS", "dora", by.edited(_CONFIG, use_dora=False)),
     "magnitudes lost": Broken(
-        "ADAPTER_DORA", "dora", by.dropped("lora_magnitude_vector", name=ADAPTER)
-    ),
+        "ADAPTER_PAIRS", "dora", by.dropped("lora_magnitude_vector", name=ADAPTER)),
     "a target without a tensor": Broken(
-        "ADAPTER_COVERAGE", "lora", by.dropped("v_proj", name=ADAPTER), base=""
-    ),
+        "ADAPTER_COVERAGE", "lora", by.dropped("v_proj", name=ADAPTER), base=""),
     "a layer without pairs": Broken(
-        "ADAPTER_COVERAGE", "deep-lora", by.dropped("layers.1.mlp.down_proj", name=ADAPTER), base=""
-    ),
+        "ADAPTER_COVERAGE", "deep-lora", by.dropped("layers.1.mlp.down_proj", name=ADAPTER),
+        base=""),
     "whole modules lost": Broken(
-        "ADAPTER_SAVED", "saved-whole", by.dropped("lm_head", name=ADAPTER)
-    ),
+        "ADAPTER_SAVED", "saved-whole", by.dropped("lm_head", name=ADAPTER)),
     "modules_to_save lost": Broken("ADAPTER_SAVED", "biases", by.edited(_CONFIG, bias="none")),
     "indices of other rows": Broken(
-        "ADAPTER_SAVED",
-        "token-rows",
-        by.edited(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]}),
-    ),
-    "PiSSA": Broken("ADAPTER_INIT", "lora", by.edited(_CONFIG, init_lora_weights="pissa")),
+        "ADAPTER_SAVED", "token-rows",
+        by.edited(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]})),
+    "PiSSA": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, init_lora_weights="pissa")),
     "no base named": Broken(
-        "ADAPTER_BASE_UNSAID", "lora", by.edited(_CONFIG, base_model_name_or_path=None), base=""
-    ),
+        "BASE_NAME", "lora", by.edited(_CONFIG, base_model_name_or_path=None), base=""),
     "lora_B never trained": Broken(
-        "LORA_B_ZERO", "lora", by.tensors(_zero_b, ADAPTER), values=True
-    ),
+        "LORA_B_ZERO", "lora", by.tensors(_zero_b, ADAPTER), values=True),
     "the adapter's name in its keys": Broken(
-        "PEFT_RESIDUE",
-        "lora",
-        by.renamed(lambda k: k.replace(".weight", ".default.weight"), ADAPTER),
-    ),
+        "PEFT_RESIDUE", "lora",
+        by.renamed(lambda k: k.replace(".weight", ".default.weight"), ADAPTER)),
     # Bases
     "half of the keys": Broken("ADAPTER_COVERAGE", "lora", by.dropped("layers.1.", name=ADAPTER)),
     "modules of another base": Broken(
-        "ADAPTER_MODULES", "lora", by.tensors(_foreign_modules, ADAPTER)
-    ),
+        "ADAPTER_MODULES", "lora", by.tensors(_foreign_modules, ADAPTER)),
     "names without model.": Broken(
-        "ADAPTER_MODULES",
-        "lora",
-        by.renamed(lambda k: k.replace(".model.model.", ".model."), ADAPTER),
-    ),
+        "ADAPTER_MODULES", "lora",
+        by.renamed(lambda k: k.replace(".model.model.", ".model."), ADAPTER)),
     "names with model. twice": Broken(
-        "ADAPTER_MODULES",
-        "lora",
-        by.renamed(lambda k: k.replace(".model.model.", ".model.model.model."), ADAPTER),
-    ),
+        "ADAPTER_MODULES", "lora",
+        by.renamed(lambda k: k.replace(".model.model.", ".model.model.model."), ADAPTER)),
     "an expert's A and B swapped": Broken(
-        "ADAPTER_NO_MERGE", "moe-experts", by.tensors(_swapped, ADAPTER)
-    ),
+        "ADAPTER_NO_MERGE", "moe-experts", by.tensors(_swapped, ADAPTER)),
     "names of transformers 4.51": Broken(
-        "ADAPTER_MODULES",
-        "vl-lora",
-        by.renamed(lambda k: k.replace(".language_model.layers.", ".layers."), ADAPTER),
-    ),
+        "ADAPTER_MODULES", "vl-lora",
+        by.renamed(lambda k: k.replace(".language_model.layers.", ".layers."), ADAPTER)),
     "a wrapper inside the names": Broken(
-        "WRAPPER_RESIDUE",
-        "lora",
-        by.renamed(lambda k: k.replace(".self_attn.", "._orig_mod.self_attn."), ADAPTER),
-    ),
-    "a base of other names": Broken("ADAPTER_MODULES", "lora", by.as_it_is, base="gpt2"),
-    "a base of other sizes": Broken("ADAPTER_SHAPE", "lora", by.as_it_is, base="wide"),
-    "a base of another name": Broken("BASE_NAME", "lora", by.as_it_is, base="mistral"),
-    "a vocabulary that grew": Broken("ADAPTER_VOCABULARY", "grown", by.as_it_is),
-    "one of two tied embeddings": Broken("ADAPTER_PARTS_TIE", "saved-tied", by.as_it_is),
-    "trained on 4 bits": Broken("QLORA_BASE", "saved-whole", by.as_it_is, base="nf4"),
+        "WRAPPER_RESIDUE", "lora",
+        by.renamed(lambda k: k.replace(".self_attn.", "._orig_mod.self_attn."), ADAPTER)),
+    "a base of other names": Broken("ADAPTER_MODULES", "lora", None, base="gpt2"),
+    "a base of other sizes": Broken("ADAPTER_SHAPE", "lora", None, base="wide"),
+    "a base of another name": Broken("BASE_NAME", "lora", None, base="mistral"),
+    "a vocabulary that grew": Broken("ADAPTER_VOCABULARY", "grown", None),
+    "one of two tied embeddings": Broken("ADAPTER_PARTS_TIE", "saved-tied", None),
+    "trained on 4 bits": Broken("QLORA_BASE", "saved-whole", None, base="nf4"),
     "named after 4 bits": Broken(
-        "QLORA_BASE", "lora", by.edited(_CONFIG, base_model_name_or_path="x/qwen2-bnb-4bit")
-    ),
+        "QLORA_BASE", "lora", by.edited(_CONFIG, base_model_name_or_path="x/qwen2-bnb-4bit")),
     "a tokenizer that grew alone": Broken("TOKENIZER_ROWS", "lora", by.padded),
     # Serving
-    "an adapter given as a model": Broken("ADAPTER_IS_NO_MODEL", "lora", by.as_it_is),
+    "an adapter given as a model": Broken("ADAPTER_IS_NO_MODEL", "lora", None),
     "config.json of the base in the adapter": Broken(
-        "CONFIG_BESIDE_ADAPTER", "lora", by.copied("qwen2", "config.json")
-    ),
-    "rank 64": Broken("VLLM_LORA", "rslora", by.as_it_is),
-    "DoRA": Broken("VLLM_LORA", "dora", by.as_it_is),
-    "modules_to_save": Broken("VLLM_LORA", "saved-whole", by.as_it_is),
-    "rows of tokens": Broken("VLLM_LORA", "token-rows", by.as_it_is),
+        "MIXTURE", "lora", by.copied("qwen2", "config.json")),
+    "rank 64": Broken("VLLM_LORA", "rslora", None),
+    "DoRA": Broken("VLLM_LORA", "dora", None),
+    "modules_to_save": Broken("VLLM_LORA", "saved-whole", None),
+    "rows of tokens": Broken("VLLM_LORA", "token-rows", None),
     "pairs on a tower": Broken("VLLM_LORA", "lora", by.tensors(_vision_pairs, ADAPTER), base=""),
-    "biases": Broken("VLLM_LORA", "biases", by.as_it_is),
+    "biases": Broken("VLLM_LORA", "biases", None),
     # Settings
     "another rope_theta than the base": Broken(
-        "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)
-    ),
+        "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)),
     "two dtypes": Broken("SETTING_TWICE", "qwen2", by.edited(torch_dtype="float16")),
     "two thetas": Broken("SETTING_TWICE", "qwen2", by.edited(rope_theta=500000.0)),
     "two scalings": Broken(
-        "SETTING_TWICE", "qwen2", by.edited(rope_scaling={"type": "linear", "factor": 2.0})
-    ),
+        "SETTING_TWICE", "qwen2", by.edited(rope_scaling={"type": "linear", "factor": 2.0})),
     "two numbers of layers": Broken("SETTING_TWICE", "qwen2", by.edited(n_layer=5)),
     "no eps": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=None)),
     "another activation": Broken("CONFIG_CHANGED", "merged", by.edited(hidden_act="gelu")),
     "untied without a head": Broken(
-        "CONFIG_CHANGED", "merged", by.edited(tie_word_embeddings=False)
-    ),
+        "CONFIG_CHANGED", "merged", by.edited(tie_word_embeddings=False)),
     "another end of text": Broken("EOS_DISAGREES", "merged", by.edited(eos_token_id=7)),
     "a sliding window": Broken(
-        "CONFIG_DIFFERS", "merged", by.edited(use_sliding_window=True, sliding_window=16)
-    ),
+        "CONFIG_CHANGED", "merged", by.edited(use_sliding_window=True, sliding_window=16)),
     "no rope_theta": Broken("ROPE_THETA_ABSENT", "qwen2", by.edited(rope_parameters=None)),
     "rope_theta where transformers 4 does not look": Broken(
-        "ROPE_FORM", "qwen2", by.edited(rope_parameters=_ROPE)
-    ),
+        "TRANSFORMERS_4", "qwen2", by.edited(rope_parameters=_ROPE)),
     "a class of transformers 5": Broken(
-        "TOKENIZER_CLASS", "qwen2", by.edited(_TOKENIZER, tokenizer_class="TokenizersBackend")
-    ),
-    "no processor": Broken("PROCESSOR_MISSING", "gemma3", by.removed("preprocessor_config.json")),
+        "TRANSFORMERS_4", "qwen2", by.edited(_TOKENIZER, tokenizer_class="TokenizersBackend")),
+    "no processor": Broken("FILE_MISSING", "gemma3", by.removed("preprocessor_config.json")),
     "a text model's adapter": Broken(
-        "ADAPTER_MODULES", "gemma3-lora", by.renamed(_text_names, ADAPTER)
-    ),
+        "ADAPTER_MODULES", "gemma3-lora", by.renamed(_text_names, ADAPTER)),
     "an adapter of the instruct model": Broken(
-        "WRONG_BASE",
-        "lora",
-        by.edited(_CONFIG, base_model_name_or_path="somebody/qwen2-instruct"),
-    ),
+        "WRONG_BASE", "lora",
+        by.edited(_CONFIG, base_model_name_or_path="somebody/qwen2-instruct")),
     # Values
     "modules left out": _proof("MERGE_WRONG", _left_out),
     "merged twice": _proof("MERGE_WRONG", _scaled(2)),
@@ -287,26 +253,15 @@ BROKEN_TUNED: dict[str, Broken] = {
     "a matrix lost": _proof("MERGE_WRONG", _gone),
     "two bases in one merge": _proof("MERGE_BASE", _half_packed),
     "an adapter of another model": Broken(
-        "MERGE_NOT_PROVEN", "merged", by.as_it_is, values=True, adapter="gpt2-lora"
-    ),
+        "MERGE_NOT_PROVEN", "merged", None, values=True, adapter="gpt2-lora"),
     "experts in another order": Broken(
-        "MERGE_WRONG",
-        "merged-experts",
-        _merge(_experts_swapped, "mixtral"),
-        values=True,
-        adapter="moe-experts",
-    ),
+        "MERGE_WRONG", "merged-experts", _merge(_experts_swapped, "mixtral"), values=True,
+        adapter="moe-experts"),
     "one expert left out": Broken(
-        "MERGE_WRONG",
-        "merged-experts",
-        _merge(_one_expert, "mixtral"),
-        values=True,
-        adapter="moe-experts",
-    ),
+        "MERGE_WRONG", "merged-experts", _merge(_one_expert, "mixtral"), values=True,
+        adapter="moe-experts"),
     "half of the layers, no adapter given": Broken(
-        "MERGE_PARTIAL", "merged", _merge(_left_out), values=True
-    ),
+        "MERGE_PARTIAL", "merged", _merge(_left_out), values=True),
     "a transposed square, no adapter given": Broken(
-        "NORM_DIFFERS", "merged", _merge(_transposed), values=True
-    ),
-}
+        "NORM_DIFFERS", "merged", _merge(_transposed), values=True),
+}  # fmt: skip

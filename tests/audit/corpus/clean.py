@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from tasks.audit.checks.config import old_rope
 from tests.audit.corpus import Clean, Corpus
-from tests.audit.making import edit_json
 from tests.weights.adapters.making import quiet, train
 from tests.weights.families.making import FAMILIES, load, make_model
 from tests.weights.making import ROWS, make_base, save_tokenizer
@@ -29,7 +27,7 @@ def _config(family: str, **changes: Any) -> Any:
 
 def save_model(
     _: Corpus, folder: Path, *, family: str, dtype: Any = torch.bfloat16, shard: str = "5GB",
-    **changes: Any,
+    **changes: Any
 ) -> None:  # fmt: skip
     """Save a model with tokenizer and template, as transformers does."""
     model = make_model(_config(family, **changes)).to(dtype)
@@ -40,9 +38,6 @@ def save_model(
     if hasattr(model.config, "vision_config"):
         settings = {"image_processor_type": "CLIPImageProcessor", "image_mean": [0.5, 0.5, 0.5]}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    if family == "qwen2_5_vl":  # published models have mrope in the form of transformers 4 too
-        text = json.loads((folder / "config.json").read_text())["text_config"]
-        edit_json(folder / "config.json", text_config={**text, **old_rope(text)})
     save_tokenizer(folder)
 
 
@@ -126,7 +121,7 @@ def save_grown(corpus: Corpus, folder: Path) -> None:
         model.resize_token_embeddings(_GROWN)
     lora = LoraConfig(
         r=4, target_modules=["q_proj"], task_type="CAUSAL_LM",
-        modules_to_save=["embed_tokens", "lm_head"],
+        modules_to_save=["embed_tokens", "lm_head"]
     )  # fmt: skip
     _save_adapter(train(model, lora), folder, "llama")
 
@@ -180,7 +175,7 @@ def save_trl(corpus: Corpus, folder: Path, *, kind: str) -> None:
         trainer = trainer_class(
             model=str(base), args=settings, train_dataset=Dataset.from_list([row]),
             processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=adapter if kind == "lora" else None,
+            peft_config=adapter if kind == "lora" else None
         )  # fmt: skip
         trainer.train()
         trainer.save_model(str(folder))

@@ -1,0 +1,148 @@
+"""Exports for llama.cpp and Ollama, against the folder that they were made from.
+
+Layout of GGUF headers: `docs/gguf.md` of ggml, versions 2 and 3, little-endian.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.audit.check import ERROR, Fault, check, some
+from tasks.audit.checks.config import rope
+from tasks.audit.checks.templates import SETTINGS, template_places
+from tasks.audit.checks.tokens import GENERATION, tokens_of
+from tasks.audit.known import content, of_text, token_ids, whole
+from tasks.audit.source import Source
+from tasks.core.errors import ArtifactError
+
+_MODELFILE = "Modelfile"
+_GO_TEMPLATE = re.compile(r'^TEMPLATE\s+(?:"""(.*?)"""|"([^"\n]*)"|(\S[^\n]*))', re.M | re.S)
+_MOST = 4
+
+
+@check(
+    "EXPORT_DIFFERS", ERROR,
+    why="llama.cpp and Ollama go by it: responses never end, or are garbage at length",
+    fix="convert the trained folder again; write its TEMPLATE into the Modelfile",
+    issues="unsloth #468, unsloth #3899, ollama #6823",
+)  # fmt: skip
+def export_differs(source: Source) -> Iterator[Fault]:
+    """A GGUF file or a Modelfile that is not what the folder, or the base, says."""
+    trained = source.base if source.has_base and source.base is not None else source
+    files = [name for name in source.folder.here() if name.endswith(".gguf")]
+    for name in files[:_MOST]:
+        try:
+            header = read_gguf(source.folder.root / name)
+        except ArtifactError as error:
+            yield Fault(error.message.rpartition(": ")[2], "a GGUF header", file=name)
+            continue
+        for what, ours, theirs in _differences(header, trained):
+            yield Fault(f"{what} {ours}", f"{theirs}, as trained", file=name)
+    # A TEMPLATE of the same family has one of the marks of the trained one.
+    written = _GO_TEMPLATE.search(source.folder.text(_MODELFILE))
+    template = _template(trained)
+    marks = [mark for mark in sorted(trained.once(tokens_of).special) if mark in template]
+    if written and marks and not any(mark in written[0] for mark in marks):
+        yield Fault("TEMPLATE without them", some(marks), file=_MODELFILE)
+
+
+def _template(trained: Source) -> str:
+    return next(iter(trained.once(template_places).values()), "")
+
+
+def _differences(
+    header: Mapping[str, Any], trained: Source
+) -> Iterator[tuple[str, object, object]]:
+    """Yield what a GGUF header and a trained folder state differently."""
+    config, template = trained.config(), _template(trained)
+    ours = header.get("tokenizer.chat_template")
+    if template and isinstance(ours, str) and ours.strip() != template.strip():
+        yield "chat template of", f"{len(ours)} characters", f"another one of {len(template)}"
+    end = whole(header.get("tokenizer.ggml.eos_token_id"))
+    own = trained.once(tokens_of).ids.get(content(trained.config(SETTINGS).get("eos_token")))
+    ends = {
+        *token_ids(trained.config(GENERATION).get("eos_token_id")),
+        *token_ids(of_text(config, "eos_token_id")),
+        *token_ids(own),
+    }
+    if end is not None and ends and end not in ends:
+        yield "EOS id", end, some(sorted(ends))
+    theta = rope(config).get("theta") if config else None
+    base = header.get(f"{header.get('general.architecture')}.rope.freq_base")
+    if not isinstance(theta, int | float) or not isinstance(base, float):
+        theta = base = 0.0
+    if not math.isclose(theta, base, rel_tol=1e-4):
+        yield "rope base", base, theta
+    begins = trained.config(SETTINGS).get("add_bos_token")
+    added = header.get("tokenizer.ggml.add_bos_token")
+    if isinstance(begins, bool) and isinstance(added, bool) and begins != added:
+        yield "add_bos_token", added, begins
+    tokens, rows = header.get("tokenizer.ggml.tokens"), trained.once(tokens_of).rows
+    if isinstance(tokens, int) and tokens < rows:
+        yield "vocabulary of", f"{tokens} tokens", rows
+
+
+MAX_BYTES = 64 << 20
+"""The settings of a model with 256k tokens have about 10 MB."""
+_FIXED = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+"""`struct` formats by type of a value."""
+_TEXT, _ARRAY = 8, 9
+
+
+def read_gguf(path: Path) -> dict[str, Any]:
+    """Return the settings by name; of an array, the number of its elements.
+
+    Raises:
+        ArtifactError: no GGUF file, damaged, or of another version.
+    """
+    try:
+        with path.open("rb") as file:
+            return _settings(file.read(MAX_BYTES))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (struct.error, ValueError, KeyError) as error:
+        raise ArtifactError(f"{path}: not a readable GGUF file: {error}") from error
+
+
+def _settings(raw: bytes) -> dict[str, Any]:
+    magic, version, _, count = struct.unpack_from("<4sIQQ", raw)
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError(f"{magic!r}, version {version}")
+    settings: dict[str, Any] = {}
+    at = 24
+    for _ in range(count):
+        name, at = _text(raw, at)
+        (kind,) = struct.unpack_from("<I", raw, at)
+        settings[name], at = _value(raw, at + 4, kind)
+    return settings
+
+
+def _value(raw: bytes, at: int, kind: int) -> tuple[Any, int]:
+    """Return a value and the offset behind it."""
+    if kind == _TEXT:
+        return _text(raw, at)
+    if kind != _ARRAY:
+        form = f"<{_FIXED[kind]}"
+        return struct.unpack_from(form, raw, at)[0], at + struct.calcsize(form)
+    inner, count = struct.unpack_from("<IQ", raw, at)
+    at += 12
+    if inner in _FIXED:
+        return count, at + count * struct.calcsize(f"<{_FIXED[inner]}")
+    for _ in range(count):
+        _, at = _value(raw, at, inner)
+    return count, at
+
+
+def _text(raw: bytes, at: int) -> tuple[str, int]:
+    (size,) = struct.unpack_from("<Q", raw, at)
+    start, end = at + 8, at + 8 + size
+    if end > len(raw):
+        raise ValueError("cut short")
+    return raw[start:end].decode("utf-8", "replace"), end

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from flows.cli.config import compose_config
-from flows.delivery.run_delivery import Untracked
-from flows.orchestration.flow_run import FlowRun, in_this_process
-from tasks.core.errors import ArtifactError
-from tasks.pipeline.artifact import Origin
 from tests.conftest import PROJECT
 
-ORIGIN = Origin("k", "s", "0")
-LOG = logging.getLogger("tests.full_disk")
 ALONE = ["unshare", "-rm"]
 
 
@@ -35,45 +24,6 @@ def _why_not() -> str:
 
 
 WHY_NOT = _why_not()
-
-
-@contextmanager
-def files_of(nbytes: int) -> Iterator[None]:
-    """Let this process write files of at most so many bytes, as a full disk would."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.fixture
-def flow_run(tmp_path: Path) -> FlowRun:
-    overrides = ["source=s", f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}"]
-    composed = compose_config(overrides, config_name="deliver")
-    host = in_this_process("0123456789", LOG)
-    return FlowRun.begin("deliver", composed, host, tracker=Untracked())
-
-
-def test_the_summary_of_a_run_on_a_full_disk_does_not_hide_its_error(
-    flow_run: FlowRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither a file of a stage nor the summary can be written."""
-
-    def stages(run: FlowRun) -> None:
-        (run.mechanism.logs / "a.log").write_text("x" * 5000)
-
-    with files_of(100), pytest.raises(ArtifactError) as caught:
-        flow_run.run("title", stages)
-    report = caught.value.report()
-    assert "cannot write: File too large; " in report
-    assert " GB are free there" in report
-    assert "-> ulimit -f unlimited; or another file system: paths.runs=" in report
-    assert str(flow_run.composed.runs) in report
-    assert "the summary of this run could not be written" in caplog.text
-
-
 FULL = """
 import sys
 from flows.cli.entry import run_main

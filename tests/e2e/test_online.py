@@ -11,9 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from tasks.pipeline.artifact import open_artifact, verify
-from tasks.toy.dataset import write_dataset
 from tests.e2e.conftest import Run
-from tests.e2e.test_real_experiments import with_context
 from tests.e2e.tracked import children, client, curve
 
 pytestmark = pytest.mark.slow
@@ -28,7 +26,7 @@ OF_CRITICS = ("critic", "value_head", "v_head")
 def stages_of(experiment: str) -> list[str]:
     """Return the stages: QLoRA needs the dequantised base, full training has nothing to merge."""
     names = [name for name in STAGES if experiment != "ppo_full" or name != "merge"]
-    if "qlora" in experiment or experiment == "recipes/qwen3-8b/grpo":
+    if "qlora" in experiment:
         names.insert(names.index("train"), "rollout_base")
     return names
 
@@ -123,66 +121,5 @@ def test_prompts_without_answers_are_learned_from_and_served(
     assert "exact match" not in done.output
 
 
-def test_exact_match_needs_reference_answers(rlhf: Callable[..., Run], tmp_path: Path) -> None:
-    """Without any answer nothing starts; with a missing one nothing is trained."""
-    runs, path = tmp_path / "runs", tmp_path / "prompts.csv"
-    command = ("+exp=grpo", "data=csv", f"data.path={path}", *SMALL)
-    words = _words(32)
-    path.write_text("\n".join(["prompt", *words]) + "\n")
-    done = rlhf(runs, *command)
-    assert done.code == 2, done.output
-    assert "none of the first 20 rows of" in done.output
-    assert "data.answer_key=<column>" in done.output
-    assert not runs.exists()
-    rows = [f"{word},{word if n != 25 else ''}" for n, word in enumerate(words)]
-    path.write_text("\n".join(["prompt,answer", *rows]) + "\n")
-    done = rlhf(runs, *command)
-    assert done.code == 1, done.output
-    assert "prompts.csv:27: no answer, and reward.function=exact_match compares" in done.output
-    assert not list(runs.rglob("*.safetensors"))
-
-
 def _words(count: int) -> list[str]:
     return [format(number, "05b").translate({48: "a", 49: "b"}) * 2 for number in range(count)]
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prompts")
-    write_dataset(folder, train_size=700, heldout_size=8, seed=0, rows="prompts")
-    return folder / "train.jsonl"
-
-
-@pytest.mark.parametrize(
-    ("experiment", "changes"),
-    [
-        (
-            "recipes/qwen3-8b/grpo",
-            ("train.nproc=1", "reward.function=exact_match", "rl.iterations=2"),
-        ),
-        (
-            "ppo_lora_zero3",
-            (
-                "zero=zero2", "smoke.tensor_parallel=2", "rl.rollout_batch_size=128",
-                "rl.iterations=3",
-            ),
-        ),
-    ],
-)  # fmt: skip
-def test_experiments_for_real_hardware_on_a_tiny_model_of_the_family(
-    experiment: str,
-    changes: tuple[str, ...],
-    rlhf: Callable[..., Run],
-    chain: Run,
-    prompts: Path,
-    tmp_path: Path,
-) -> None:
-    """Overrides replace what this machine cannot have: weights, ranks, tokens."""
-    base = with_context(chain.artifact("prepare_base"), tmp_path / "qwen", 4096)
-    done = rlhf(
-        tmp_path / "runs", f"+exp={experiment}", f"model.path={base}", f"data.path={prompts}",
-        "rollout.max_new_tokens=48", "smoke.max_new_tokens=48",
-        "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1", "rl.eval_prompts=16", *changes,
-    )  # fmt: skip
-    require_delivered(done, experiment)
-    require_tracked(done, 3 if experiment.startswith("ppo") else 2)  # two warm the critic up

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
-    start("flows.delivery.command")
+    start("flows.delivery.run_delivery")
 
 from typing import Any
 

@@ -43,7 +43,7 @@ COMMANDS = {
     "prune": "prune",
 }
 """File of `flows/` of each command."""
-HYDRA = {"rlhf": "flows.chain.command", "deliver": "flows.delivery.command"}
+HYDRA = {"rlhf": "flows.chain.command", "deliver": "flows.delivery.run_delivery"}
 """Modules of the commands whose configuration Hydra composes."""
 HELP = ("help", "--help", "-h")
 NEED_TORCH = ("train", "deliver", "bisect")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check, Expected, TensorLike, judge
+from tasks.core.contract import Check, TensorLike, judge
 from tasks.drift.fingerprint import EXACT, DriftLimit, Fingerprint, ScorePrint
 from tasks.drift.verdict import (
     Moved,
@@ -40,8 +40,8 @@ from tasks.weights.gather import plan_full
 from tasks.weights.head_plans import reward_base
 from tasks.weights.lora import adapter_contract
 from tasks.weights.model import model_facts
-from tasks.weights.plan import Op, Plan
-from tasks.weights.shards import Partitions, read_partitions
+from tasks.weights.plan import Plan, as_is
+from tasks.weights.shards import read_partitions
 from tasks.witness.plumbline_witness.prints import BASE as WITHOUT_ADAPTER
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
@@ -82,20 +82,28 @@ def gather(
     source.require_base(base)
     parts = read_partitions(trained)
     is_adapter = parts.mode == "adapter"
-    keys = rename_all(parts.shapes, adapter=is_adapter)
+    keys = rename_all(parts.tensors, adapter=is_adapter)
+    renamed = Renamed(parts, {key: name for name, key in keys.items()})
+    sources: dict[str, Source] = {TRAINED: renamed}
     if is_adapter:
-        plan = _adapter_plan(parts, keys)
+        plan = as_is(renamed, TRAINED)
         # The adapter of a reward model has the head that its base does not have.
         model_of = trained if source.is_reward else base
         expected = perform(adapter_contract, model_of, trained / ADAPTER_CONFIG, parts.dtype)
     else:
-        plan, expected = _full_plan(parts, keys, source, base, perform)
+        before = read_checkpoint(base)
+        tensors: Mapping[str, TensorLike] = before.tensors
+        if source.is_reward:
+            tensors, _, facts = reward_base(before, source.config, source.dtype, perform)
+        else:
+            facts = perform(model_facts, base, source.dtype)
+        plan = plan_full(renamed.tensors, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
+        expected = list(facts.tensors)
+        if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
+            sources[BASE] = before
     checks = judge(expected, {op.name: op for op in plan.ops})
     if not all(check.ok for check in checks):
         return StageReport("adapter" if is_adapter else "weights", tuple(checks))
-    sources: dict[str, Source] = {TRAINED: Renamed(parts, {key: n for n, key in keys.items()})}
-    if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
-        sources[BASE] = read_checkpoint(base)
     source.copy_side_files(out, config=not is_adapter)
     measured = ModelRef(
         path=base,
@@ -201,27 +209,3 @@ def write_gathered(
         notes=notes,
         model=model,
     )
-
-
-def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:
-    """Plan a PEFT adapter: every parameter under its PEFT key, from its partitions in order."""
-    ops = tuple(
-        Op(key, parts.shapes[name], parts.dtype, f"{TRAINED}:{key}", parts.dtype)
-        for name, key in keys.items()
-    )
-    return Plan(ops)
-
-
-def _full_plan(
-    parts: Partitions, keys: Mapping[str, str], source: Trained, base: Path, perform: Perform
-) -> tuple[Plan, list[Expected]]:
-    """Plan a full model: trained parameters under the base's keys on disk; and its contract."""
-    live = {key: parts.tensors[name] for name, key in keys.items()}
-    before = read_checkpoint(base)
-    tensors: Mapping[str, TensorLike] = before.tensors
-    if source.is_reward:
-        tensors, _, facts = reward_base(before, source.config, source.dtype, perform)
-    else:
-        facts = perform(model_facts, base, source.dtype)
-    plan = plan_full(live, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
-    return plan, list(facts.tensors)

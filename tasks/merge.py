@@ -1,5 +1,8 @@
 """merge: adapter + base -> `weights`, streamed tensor by tensor.
 
+    planned = plan_adapters(adapters, base, config, ...)    from headers; `deliver` calls it, too
+    write_merged(out, planned.plan, planned.sources, ...)   write, and recompute sampled rows
+
 A QLoRA adapter was trained on the *quantised* base, and merging it into the original base gives
 another model. `merge.base=dequantized`, the default for QLoRA, merges it into the dequantised base.
 A base that is stored in 4 bits is always dequantised.
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +33,25 @@ from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
-from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.source import Source
-from tasks.weights.head_plans import merged_reward
+from tasks.weights.head_plans import Parted, merged_reward
+from tasks.weights.heads import Normalisation
 from tasks.weights.lora import Adapter, changes, read_adapter, require_values
 from tasks.weights.merge import MergeSettings, merged_config, plan_merge
-from tasks.weights.model import Model, model_facts
+from tasks.weights.model import model_facts
 from tasks.weights.plan import Plan, with_output
 from tasks.weights.proof import recompute, recomputed_check
-from tasks.weights.quantized.config_fields import is_packed, stored
+from tasks.weights.quantized.config_fields import is_decodable, is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
-from tasks.weights.quantized.source import Base, PackedCheckpoint, decoding, read_base
+from tasks.weights.quantized.source import decoding, open_model
 from tasks.weights.rounding import Rounding
 from tasks.weights.tokens.tokenizer import read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
-BASE_INPUT, ADAPTER_INPUT = "base", "adapter"
+BASE, ADAPTER = "base", "adapter"
+"""Names of the inputs in plans."""
 SHARD_BYTES = 5 * 10**9
 MODES = ("auto", "dequantized", "original")
 
@@ -90,36 +95,126 @@ def merge(
     """
     source = Trained.read(trained)
     source.require_base(base)
-    mode = _mode(base_mode, source, base)
-    dtype, limit = _output(output, source)
-    weights = read_base(base)
-    read = read_adapter(adapter, ADAPTER_INPUT)
-    plan, config = _plan(read, weights, base, source, mode, rounding, perform)
-    # Packed matrices have their own original dtype, which may differ from other tensors'.
-    same = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
-    wanted = None if same else DTYPE_NAMES[dtype]
-    plan = with_output(plan, dtype=wanted, max_shard_bytes=limit, files=weights.files)
+    stored_as = read_json(base / CONFIG)
+    packed = is_packed(stored_as)
+    mode, quantization = _mode(base_mode, source, base, packed=packed), source.quantization
+    if quantization is not None and not packed:
+        check_quantization(quantization)
+        quantization = {**quantization, "loaded_dtype": source.dtype, "base": mode}
+    dtype, limit = source.dtype, SHARD_BYTES
+    if output is not None:
+        dtype, limit = check_dtype(output["dtype"]), parse_size(output["max_shard_size"])
+    planned = plan_adapters(
+        [(read_adapter(adapter, ADAPTER), 1.0)],
+        base,
+        source.config,
+        model_dtype=source.dtype,
+        # Packed matrices have their own original dtype, which may differ from other tensors'.
+        dtype=None if dtype == source.dtype and not is_decodable(stored_as) else DTYPE_NAMES[dtype],
+        max_shard_bytes=limit,
+        quantization=None if packed else quantization,
+        rounding=rounding,
+        reward=_reward_of(source) if source.is_reward else None,
+        perform=perform,
+    )
     source.copy_side_files(out, config=False)
-    write_json(out / CONFIG, {**config, "dtype": dtype})
+    write_json(out / CONFIG, {**planned.config, "dtype": dtype})
+    attention = source.attn_implementation
     return write_merged(
         out,
-        plan,
-        {BASE_INPUT: weights, ADAPTER_INPUT: read.tensors},
+        planned.plan,
+        planned.sources,
         notes={"merge_base": mode},
         measuring=Measuring(
             score,
             adapter,
             profile,
-            source.attn_implementation,
+            attention,
             cause=_cause(mode, source),
-            before=ModelRef(
-                base, adapter, source.quantization, source.dtype, source.attn_implementation
-            ),
+            before=ModelRef(base, adapter, source.quantization, source.dtype, attention),
             explain=explain,
         ),
         perform=perform,
         log=log,
     )
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Facts of a reward model that its adapter does not have."""
+
+    endings: Sequence[int] = ()  # ids that end its texts
+    # mean and standard deviation of its scores; None for those beside the adapter or the base
+    normalisation: Normalisation | None = None
+
+
+def _reward_of(source: Trained) -> Reward:
+    return Reward(read_tokenizer(source.root / "tokenizer").stops, source.normalisation)
+
+
+def plan_adapters(
+    adapters: Sequence[tuple[Adapter, float]],
+    base: Path,
+    config: Mapping[str, Any],
+    *,
+    model_dtype: str,
+    dtype: str | None,
+    max_shard_bytes: int,
+    quantization: Mapping[str, Any] | None = None,
+    rounding: Rounding = "unbiased",
+    reward: Reward | None = None,
+    perform: Perform = perform,
+) -> Parted:
+    """Plan the merge of weighted adapters into the base, in the dtype and files of the output.
+
+    Reads headers of the base, and headers and values of the adapters.
+
+    Args:
+        config: config.json of the base, decoded.
+        model_dtype: torch name of the dtype in which the model's class is built.
+        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
+        quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
+        reward: of a reward model, which has a single adapter; None for a language model.
+
+    Raises:
+        ContractError: the adapters do not fit the base; the error has all findings.
+    """
+    opened, facts = open_model(base), perform(model_facts, base, model_dtype)
+    quantized = frozenset() if quantization is None else frozenset(facts.quantized)
+    settings = MergeSettings(dtype, quantization, quantized, base=BASE, rounding=rounding)
+    read = [adapter for adapter, _ in adapters]
+    if reward is not None:
+        planned = merged_reward(
+            read[0],
+            opened,
+            config,
+            settings,
+            dtype=model_dtype,
+            endings=reward.endings,
+            normalisation=reward.normalisation,
+            perform=perform,
+        )
+        require_values(read)
+    else:
+        total = changes(adapters, facts)
+        headers = {f"{a.name}:{key}": info for a in read for key, info in a.tensors.tensors.items()}
+        plan = plan_merge(opened.tensors, facts, total, headers, settings)
+        require_values(read, total.copies)
+        sources = {BASE: opened, **{adapter.name: adapter.tensors for adapter in read}}
+        planned = Parted(plan, sources, merged_config(config, plan), facts)
+    return replace(planned, plan=in_files(planned.plan, opened, max_shard_bytes))
+
+
+def in_files(plan: Plan, source: Source, max_shard_bytes: int, dtype: str | None = None) -> Plan:
+    """Return the plan with the files of its input, if they fit, and packed matrices decoded.
+
+    Args:
+        source: input of most operations.
+        dtype: safetensors name for all floats; None keeps those of the plan.
+    """
+    plan = decoding(plan, {BASE: source, WEIGHTS: source})
+    files = getattr(source, "files", {})
+    return with_output(plan, dtype=dtype, max_shard_bytes=max_shard_bytes, files=files)
 
 
 def write_merged(
@@ -141,11 +236,6 @@ def write_merged(
     limit = measuring.limit if measuring is not None else PROFILES["standard"]
     recomputed = perform(recompute, plan, sources, read_checkpoint(out))
     checks = [*values_read(plan, done), *kept_checks(plan, done, limit.kept)]
-    notes = {
-        "plan": plan.as_json(),
-        **rounding_notes(plan, done),
-        **(notes or {}),
-    }
     return stage_report(
         "weights",
         out,
@@ -154,7 +244,7 @@ def write_merged(
         [*checks, recomputed_check(recomputed)],
         measuring=measuring,
         metrics=merge_metrics(plan, done),
-        notes=notes,
+        notes={**rounding_notes(plan, done), **(notes or {})},
     )
 
 
@@ -171,115 +261,24 @@ def _cause(mode: str, source: Trained) -> str:
     )
 
 
-def _output(output: Mapping[str, Any] | None, source: Trained) -> tuple[str, int]:
-    """Return the dtype (torch name) and the bytes per file of the output."""
-    if output is None:
-        return source.dtype, SHARD_BYTES
-    return check_dtype(output["dtype"]), parse_size(output["max_shard_size"])
-
-
-def choose_mode(base_mode: str, quantization: Mapping[str, Any] | None) -> str:
-    """Resolve `merge.base` to "original" or "dequantized". Raises ConfigError.
-
-    Args:
-        base_mode: one of `MODES`.
-        quantization: quantization of the base in training; None for none.
-    """
+def _mode(base_mode: str, source: Trained, base: Path, *, packed: bool) -> str:
+    """Resolve `merge.base` to "original" or "dequantized". Raises ConfigError."""
     if base_mode not in MODES:
         raise ConfigError(
             f"merge.base={base_mode!r} is not one of {', '.join(MODES)}", hint="merge.base=auto"
         )
-    if base_mode == "dequantized" and quantization is None:
+    if packed and base_mode == "original":
+        how = stored(read_json(base / CONFIG))
+        raise ConfigError(
+            f"merge.base=original, but {base} is stored quantised ({how}): "
+            "these bits are all there is",
+            hint="merge.base=auto",
+        )
+    if not packed and base_mode == "dequantized" and source.quantization is None:
         raise ConfigError(
             "merge.base=dequantized, but training did not quantise the base",
             hint="merge.base=original, or merge.base=auto",
         )
     if base_mode == "auto":
-        return "original" if quantization is None else "dequantized"
+        return "dequantized" if packed or source.quantization is not None else "original"
     return base_mode
-
-
-def _mode(base_mode: str, source: Trained, base: Path) -> str:
-    """Resolve `merge.base` for a base that may be stored in 4 bits. Raises ConfigError."""
-    config = read_json(base / CONFIG)
-    if not is_packed(config):
-        return choose_mode(base_mode, source.quantization)
-    if choose_mode(base_mode, {}) == "original":
-        raise ConfigError(
-            f"merge.base=original, but {base} is stored quantised ({stored(config)}): "
-            "these bits are all there is",
-            hint="merge.base=auto",
-        )
-    return "dequantized"
-
-
-def _plan(
-    read: Adapter,
-    base: Base,
-    folder: Path,
-    source: Trained,
-    mode: str,
-    rounding: Rounding,
-    perform: Perform,
-) -> tuple[Plan, Mapping[str, Any]]:
-    """Return the plan and the merged model's config.json.
-
-    Reads headers of the base, and headers and values of the adapter.
-
-    Raises:
-        ContractError: the adapter does not fit the base; the error has all findings.
-    """
-    facts = perform(model_facts, folder, source.dtype)
-    settings = replace(_settings(facts, source, base, mode), rounding=rounding)
-    if source.is_reward:
-        reward = merged_reward(
-            read, base, source.config, settings, dtype=source.dtype, perform=perform,
-            endings=read_tokenizer(source.root / "tokenizer").stops,
-            normalisation=source.normalisation,
-        )  # fmt: skip
-        require_values([read])
-        return decoding(reward.plan, {BASE_INPUT: base}), reward.config
-    plan, config = plan_adapters([(read, 1.0)], base, facts, source.config, settings)
-    return decoding(plan, {BASE_INPUT: base}), config
-
-
-def plan_adapters(
-    adapters: Sequence[tuple[Adapter, float]],
-    base: Source,
-    facts: Model,
-    config: Mapping[str, Any],
-    settings: MergeSettings,
-) -> tuple[Plan, dict[str, Any]]:
-    """Plan the merge of weighted adapters; their inputs are called as they are.
-
-    Args:
-        base: the base; its input is "base".
-        settings: dtype and quantization.
-
-    Returns:
-        The plan, and config.json of the merged model.
-
-    Raises:
-        ContractError: the adapters do not fit the base; the error has all findings.
-    """
-    opened = [adapter for adapter, _ in adapters]
-    changed = changes(adapters, facts)
-    headers = {
-        f"{adapter.name}:{key}": info
-        for adapter in opened
-        for key, info in adapter.tensors.tensors.items()
-    }
-    plan = plan_merge(base.tensors, facts, changed, headers, settings)
-    require_values(opened, changed.copies)
-    return plan, merged_config(config, plan)
-
-
-def _settings(facts: Model, source: Trained, base: Base, mode: str) -> MergeSettings:
-    """Return the settings that dequantise the base; a packed base needs none."""
-    if source.quantization is None or isinstance(base, PackedCheckpoint):
-        return MergeSettings()
-    check_quantization(source.quantization)
-    return MergeSettings(
-        quantization={**source.quantization, "loaded_dtype": source.dtype, "base": mode},
-        quantized=frozenset(facts.quantized),
-    )

@@ -68,9 +68,9 @@ def gather(shards: Path, out: Path) -> None:
     from tasks.weights.shards import read_partitions
 
     parts = read_partitions(shards)
-    keys = rename_all(parts.shapes, adapter=True)
+    keys = rename_all(parts.tensors, adapter=True)
     ops = tuple(
-        Op(key, parts.shapes[name], parts.dtype, f"shards:{name}", parts.dtype)
+        Op(key, parts.tensors[name].shape, parts.dtype, f"shards:{name}", parts.dtype)
         for name, key in keys.items()
     )
     _make("adapter", Plan(ops), {"shards": parts}, out, stem=ADAPTER, scan=True)

@@ -1,6 +1,6 @@
 """Run what `flows/deliver.py` asks for: check, merge, convert a checkpoint that was made elsewhere.
 
-run_delivery  plans and runs a delivery, with Prefect or without
-prepare       reads SOURCE and base, and plans; writes nothing
-chain         a planned delivery; `stages` runs its stages
+delivery = prepare_delivery(composed)      planned.py: read SOURCE and base, plan; write nothing
+DeliveryStages(delivery, mechanism, scorer).to_served()     stages.py: audit, merge, convert
+main()                                     run_delivery.py: the command, in Prefect or without
 """

@@ -1,11 +1,16 @@
-"""Plan and run a delivery, with Prefect or without.
+"""Run `python flows/deliver.py ...`: plan a delivery and run it, with Prefect or without.
 
-The command plans before it starts anything, and the flow runs its plan.
+With `smoke.engine=none` the stages are called directly: no Prefect and no server, no
+torch.distributed and no vLLM, and MLflow only if `tracking.uri` is set. With an engine the command
+runs a Prefect flow, as `flows/rlhf.py` does.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +19,13 @@ from typing import Any
 
 from flows.chain.dry_run import DryRun
 from flows.chain.register import push_served
+from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
-from flows.delivery.chain import Delivery
-from flows.delivery.prepare import prepare_delivery
+from flows.cli.entry import run_main
+from flows.cli.outcome import completed, exit_status
+from flows.cli.signals import exit_on_signals
+from flows.delivery.planned import Delivery, prepare_delivery
 from flows.delivery.stages import DeliveryStages
 from flows.orchestration.flow_run import (
     FlowRun,
@@ -26,28 +34,71 @@ from flows.orchestration.flow_run import (
     tracker_of,
 )
 from tasks.core.errors import ConfigError
-from tasks.core.terminal import plain
+from tasks.core.redaction import without_passwords
+from tasks.core.terminal import plain, to_stderr
 from tasks.delivery import examination
+from tasks.delivery.base import COMPARE
+from tasks.delivery.comparing import compare_bases
 from tasks.delivery.folders import out_findings, require_intact
-from tasks.evaluation.scoring import ReferenceScorer
+from tasks.delivery.reference import encode_probes, probe_texts
+from tasks.delivery.source import role, weights_of
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact
-from tasks.pipeline.locks import Patience
+from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.report import FlowTracker, StageRecord
+from tasks.process.child import PROJECT
+
+
+def main() -> int:
+    """Run the command of this process. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("deliver", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    """Plan and run one delivery. Whatever can be refused is refused before anything is written."""
+    bootstrap(PROJECT, composed.runs)
+    if composed.settings["merge"]["base"] == COMPARE:
+        compare(composed, _log())
+        return 0
+    planned = plan(composed)
+    print(planned.text(), flush=True)
+    if composed.settings["plan"]:
+        return 0
+    patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
+    with hold(composed.runs, patience):
+        if planned.delivery.engine is None:
+            typed = without_passwords(overrides)
+            summary = direct(planned, _log(), uuid.uuid4().hex, typed)
+            return completed(composed.runs, summary)
+        from flows.orchestration.flow_body import start
+
+        def body() -> dict[str, Any]:
+            return run_in_prefect(planned, without_passwords(overrides))
+
+        state = start("flows.deliver:deliver", composed, overrides, body)
+        return exit_status(state, composed.runs)
+
+
+def _log() -> logging.Logger:
+    """Return a logger to standard error; without Prefect nothing else configures logging."""
+    log = logging.getLogger("plumbline.deliver")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+        log.setLevel(os.environ.get("PLUMBLINE_LOG_LEVEL", "INFO"))
+        log.propagate = False
+    return log
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned delivery and the state of its stages.
+    """A planned delivery and the state of its stages."""
 
-    Attributes:
-        composed: the configuration.
-        delivery: the planned delivery.
-        forecast: (stage, "to run: key" or "up to date: key"), in order.
-    """
-
-    composed: Composed
-    delivery: Delivery
-    forecast: tuple[tuple[str, str], ...]
+    composed: Composed  # the configuration
+    delivery: Delivery  # the planned delivery
+    forecast: tuple[tuple[str, str], ...]  # (stage, "to run: key" or "up to date: key"), in order
 
     def text(self) -> str:
         """Return the plan as text for the terminal."""
@@ -63,11 +114,7 @@ class Planned:
 
 
 def plan(composed: Composed) -> Planned:
-    """Read SOURCE and base, plan and check. Writes nothing.
-
-    Raises:
-        ConfigError: the delivery is impossible or refused.
-    """
+    """Read SOURCE and base, plan and check. Writes nothing."""
     delivery = prepare_delivery(composed)
     dry_run = DryRun(delivery.store, frozenset(composed.settings["force"]))
     scorer = None if delivery.engine is None else dry_run.scorer
@@ -88,22 +135,40 @@ def compare(composed: Composed, log: Any) -> None:
         ConfigError: SOURCE is no adapter, or the base has one precision only.
     """
     delivery = prepare_delivery(composed)
-    if delivery.given.kind != "adapter" or delivery.quantization is None:
+    choice, smoke = delivery.choice, composed.settings["smoke"]
+    if delivery.given.kind != "adapter" or choice.quantization is None or delivery.base is None:
         raise ConfigError(
-            f"merge.base=compare: {delivery.choice.reason or 'SOURCE is no adapter folder'}: there "
-            "is nothing to compare",
+            f"merge.base=compare: {choice.reason or 'SOURCE is no adapter folder'}: there is "
+            "nothing to compare",
             hint="leave merge.base out",
         )
     for line in (f"source: {delivery.given.line()}", f"base: {delivery.base}"):
         print(plain(line))
-    for record in delivery.choice.evidence:
+    for record in choice.evidence:
         print(plain(f"trained on the base {record.held.value} ({record})"))
-    threads = composed.settings["smoke"]["threads"]
+    factors = weights_of(delivery.adapters)
+    roots = {role(index): each.given.root for index, each in enumerate(delivery.adapters)}
+    model = ModelRef(
+        delivery.base,
+        delivery.given.root,
+        dtype=delivery.dtype,
+        attn_implementation=delivery.attention,
+        weighted={str(roots[name]): weight for name, weight in factors.items()} or None,
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
-        ReferenceScorer(log=log, log_path=Path(folder) / "log", threads=threads) as scorer,
+        ReferenceScorer(log=log, log_path=Path(folder) / "log", threads=smoke["threads"]) as scorer,
     ):
-        print(*map(plain, delivery.compare(scorer)), sep="\n", flush=True)
+        texts = probe_texts(smoke["texts"], smoke["probes"])
+        lines = compare_bases(
+            model,
+            choice.quantization,
+            encode_probes(scorer, delivery.tokens.folder, texts, delivery.probe_tokens),
+            scorer=scorer,
+            is_reward=delivery.work.is_reward,
+            trained=smoke["texts"] is not None,
+        )
+        print(*map(plain, lines), sep="\n", flush=True)
 
 
 def prepare(overrides: list[str]) -> Planned:
@@ -113,6 +178,7 @@ def prepare(overrides: list[str]) -> Planned:
 
 def run_in_prefect(planned: Planned, overrides: list[str]) -> dict[str, Any]:
     """Run a delivery within a Prefect flow run. Returns the summary."""
+    composed = planned.composed
     from prefect import get_run_logger
 
     from flows.orchestration.prefect_tasks import in_prefect
@@ -129,17 +195,7 @@ def run_in_prefect(planned: Planned, overrides: list[str]) -> dict[str, Any]:
 def direct(
     planned: Planned, log: Any, run_id: str, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run a delivery without Prefect, and without MLflow unless `tracking.uri` names a server.
-
-    Args:
-        planned: the planned delivery.
-        log: logger of the flow.
-        run_id: id of this run.
-        overrides: what was typed after the command, without passwords.
-
-    Returns:
-        The summary.
-    """
+    """Run a delivery without Prefect, and without MLflow unless `tracking.uri` names a server."""
     tracked = planned.composed.settings["tracking"]["uri"]
     tracker = tracker_of(planned.composed) if tracked else Untracked()
     patience = Patience(planned.composed.settings["paths"]["wait_s"], log.info)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from flows.chain.context import StageRunner
-from flows.delivery.chain import Delivery
+from flows.delivery.planned import Delivery
 from tasks.bisect.run import Explainer
 from tasks.config.after_training import Smoke
 from tasks.delivery.base import folder_identity
@@ -48,115 +48,100 @@ SMOKE_QUANTIZED = Stage("smoke_quantized", "report", (*_VLLM, "compressed-tensor
 
 @dataclass(frozen=True)
 class DeliveryStages:
-    """The stages that a delivery needs; `Delivery.put` has to follow.
-
-    Attributes:
-        delivery: the planned delivery.
-        mechanism: runs the stages.
-        scorer: the transformers child; None to measure nothing.
-        audited: the audit, once it is made.
-    """
+    """The stages that a delivery needs; `Delivery.put` has to follow."""
 
     delivery: Delivery
     mechanism: StageRunner
-    scorer: ReferenceScorer | None
-    audited: dict[str, Artifact] = field(default_factory=dict)
+    scorer: ReferenceScorer | None  # the transformers child; None to measure nothing
 
     def to_served(self) -> StageResult:
         """Run the stages in order. Returns the result of convert, or of quantize."""
-        work, given = self.delivery.work, self.delivery.given
-        source = _foreign(given.kind, given.root)
-        base = self.delivery.base
-        with_base = {} if base is None else {"base": _foreign("base", base)}
-        self._audit(source, with_base)
-        weights = source
-        if work.gather is not None:
-            weights = self._gather(source, with_base)
-        before = None if self.scorer is None else self._reference(weights, with_base)
+        delivery, work = self.delivery, self.delivery.work
+        source = _foreign(delivery.given.kind, delivery.given.root)
+        base = {} if delivery.base is None else {"base": _foreign("base", delivery.base)}
+        further = {
+            role(index): _foreign("adapter", adapter.given.root)
+            for index, adapter in enumerate(delivery.adapters)
+            if index > 0
+        }
+        self.mechanism.run(
+            AUDIT,
+            examination,
+            inputs={"source": source, **further, **base},
+            config={"check_base": delivery.settings["check_base"]},
+            context={"reports": delivery.reports},
+        )
+        weights = source if work.gather is None else self._gather(source, base)
+        merged = {"adapter": weights, **further, **base}
+        gathered = {"weights": weights} if work.merge is None else merged
+        before = None
+        if self.scorer is not None:
+            before = self._reference(weights, further, base)
         # A reward model has no fingerprint to compare on the way, only scores at the end.
         measured = {"reference": before} if before is not None and not work.is_reward else {}
-        gathered = {"weights": weights}
         if work.merge is not None:
-            gathered = {"adapter": weights, **self._further, **with_base}
-            inputs = {**gathered, **measured}
-            config = {**self._target, "quantization": self.delivery.quantization, **self._weights}
-            weights = self._run(MERGE, merge, inputs, config).artifact
-        config = {
-            **self._target,
-            "tokenizer": self.delivery.tokens.identity(),
-            "config": dict(work.config),
-        }
-        served = self._run(CONVERT, convert, {"weights": weights, **measured}, config)
+            factors = weights_of(delivery.adapters)
+            config = {**self._target, "quantization": delivery.choice.quantization}
+            config |= {"weights": factors} if factors else {}
+            weights = self._run(MERGE, merge, {**merged, **measured}, config).artifact
+        tokenizer = {"tokenizer": delivery.tokens.identity(), "config": dict(work.config)}
+        inputs = {"weights": weights, **measured}
+        served = self._run(CONVERT, convert, inputs, {**self._target, **tokenizer})
         if work.head is not None:
             self._run(VALUE_HEAD, value_head, {"source": source}, {})
-        if before is not None:
-            self._smoke(SMOKE, served.artifact, before, gathered)
-        if before is None or self.delivery.settings["convert"]["quantize"] == "none":
+        if before is None:
             return served
-        return self._quantize(served.artifact, before, gathered)
+        self._smoke(SMOKE, served.artifact, before, gathered)
+        if delivery.settings["convert"]["quantize"] == "none":
+            return served
+        quantized = self._quantize(served.artifact, before)
+        self._smoke(SMOKE_QUANTIZED, quantized.artifact, before, gathered)
+        return quantized
 
-    def _audit(self, source: Artifact, with_base: dict[str, Artifact]) -> None:
-        """Publish the audits that the plan is based on; a fatal finding never comes this far."""
-        inputs = {"source": source, **self._further, **with_base}
-        config = {"check_base": self.delivery.settings["check_base"]}
-        context = {"reports": self.delivery.reports}
-        result = self.mechanism.run(
-            AUDIT, examination, inputs=inputs, config=config, context=context
-        )
-        self.audited["audit"] = result.artifact
-
-    def _after(self, inputs: dict[str, Artifact]) -> dict[str, Artifact]:
-        """Return the audit for a stage that reads what was audited: folders of the user."""
-        store = self.delivery.store
-        own = all(artifact.path.is_relative_to(store) for artifact in inputs.values())
-        return {} if own else self.audited
-
-    def _gather(self, source: Artifact, with_base: dict[str, Artifact]) -> Artifact:
+    def _gather(self, source: Artifact, base: dict[str, Artifact]) -> Artifact:
         work, inputs = self.delivery.work, {"trained": source}
-        assert work.gather is not None
         if work.merge is None:
-            return self._run(GATHER_WEIGHTS, gather, {**inputs, **with_base}, self._target).artifact
+            return self._run(GATHER_WEIGHTS, gather, {**inputs, **base}, self._target).artifact
         assert work.adapter_config is not None
         text = work.adapter_config.read_bytes()
         config = {"adapter_config": hashlib.sha256(text).hexdigest()}
         return self._run(GATHER_ADAPTER, gather, inputs, config).artifact
 
-    def _reference(self, gathered: Artifact, with_base: dict[str, Artifact]) -> Artifact:
-        given, smoke_settings = self.delivery.given, self.delivery.settings["smoke"]
-        witness = self.delivery.witness
-        live = None if witness is None else witness.measured
-        if given.kind == "shards" and (given.root / FINGERPRINT).is_file():
-            live = given.root / FINGERPRINT
-        inputs = {"model": gathered}
-        if self.delivery.work.merge is not None:
-            inputs = {"model": with_base["base"], "adapter": gathered, **self._further}
+    def _reference(
+        self, weights: Artifact, further: dict[str, Artifact], base: dict[str, Artifact]
+    ) -> Artifact:
+        delivery, smoke = self.delivery, self.delivery.settings["smoke"]
+        live = None if delivery.witness is None else delivery.witness.measured
+        at_live = delivery.given.root / FINGERPRINT
+        if delivery.given.kind == "shards" and at_live.is_file():
+            live = at_live
+        inputs = {"model": weights}
+        if delivery.work.merge is not None:
+            inputs = {"model": base["base"], "adapter": weights, **further}
         settings = ReferenceSettings(
-            texts=probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
-            limit=self.delivery.probe_tokens,
-            dtype=str(self.delivery.work.config.get("dtype") or self._target["dtype"]),
-            attn_implementation=self.delivery.attention,
-            quantization=self.delivery.quantization,
-            weights=weights_of(self.delivery.adapters),
-            is_reward=self.delivery.work.is_reward,
-            profile=str(smoke_settings["profile"]),
+            texts=probe_texts(smoke["texts"], smoke["probes"]),
+            limit=delivery.probe_tokens,
+            dtype=delivery.dtype,
+            attn_implementation=delivery.attention,
+            quantization=delivery.choice.quantization,
+            weights=weights_of(delivery.adapters),
+            is_reward=delivery.work.is_reward,
+            profile=str(smoke["profile"]),
             live=hashlib.sha256(live.read_bytes()).hexdigest() if live else "",
-            at_live=live is not None and witness is None,
+            at_live=live is not None and delivery.witness is None,
         )
         context = {
-            "tokenizer": self.delivery.tokens.folder,
+            "tokenizer": delivery.tokens.folder,
             "scorer": self.scorer,
             "live": live.parent if live else None,
         }
         return self.mechanism.run(
-            REFERENCE, reference, inputs=inputs, config={"settings": settings}, context=context,
-            after=self._after(inputs),
-        ).artifact  # fmt: skip
+            REFERENCE, reference, inputs=inputs, config={"settings": settings}, context=context
+        ).artifact
 
-    def _quantize(
-        self, served: Artifact, before: Artifact, inputs: dict[str, Artifact]
-    ) -> StageResult:
+    def _quantize(self, served: Artifact, before: Artifact) -> StageResult:
         convert_to = self.delivery.settings["convert"]
-        quantized = self.mechanism.run(
+        return self.mechanism.run(
             QUANTIZE,
             quantize,
             inputs={"served": served, "reference": before},
@@ -174,8 +159,6 @@ class DeliveryStages:
                 "llama_cpp": convert_to["llama_cpp"],
             },
         )
-        self._smoke(SMOKE_QUANTIZED, quantized.artifact, before, inputs)
-        return quantized
 
     @property
     def _quantized_profile(self) -> DriftLimit:
@@ -185,8 +168,7 @@ class DeliveryStages:
     def _smoke(
         self, stage: Stage, served: Artifact, before: Artifact, inputs: dict[str, Artifact]
     ) -> None:
-        smoke = self.delivery.settings["smoke"]
-        convert_to = self.delivery.settings["convert"]
+        smoke, convert_to = (self.delivery.settings[name] for name in ("smoke", "convert"))
         shared = {each.name: smoke[each.name] for each in fields(Smoke) if each.name in smoke}
         settings = Smoke(**shared, max_new_tokens=smoke["greedy_tokens"])
         profile = PROFILES[smoke["profile"]]
@@ -223,64 +205,50 @@ class DeliveryStages:
             "max_shard_bytes": parse_size(convert_to["max_shard_size"]),
         }
 
-    @property
-    def _weights(self) -> dict[str, Any]:
-        """Weights of several adapters by role; part of the key."""
-        weights = weights_of(self.delivery.adapters)
-        return {"weights": weights} if weights else {}
-
-    @property
-    def _further(self) -> dict[str, Artifact]:
-        """The adapters after the first, by role."""
-        return {
-            role(index): _foreign("adapter", adapter.given.root)
-            for index, adapter in enumerate(self.delivery.adapters)
-            if index > 0
-        }
-
     def _run(
         self, stage: Stage, function: Any, inputs: dict[str, Artifact], config: dict[str, Any]
     ) -> StageResult:
-        context: dict[str, Any] = {"work": self.delivery.work, "tokens": self.delivery.tokens}
-        if self.delivery.work.merge is not None:
-            context["merge_base"] = self.delivery.choice.as_json()
+        """Run a stage that writes planned weights, and measure what it wrote."""
+        delivery = self.delivery
+        context: dict[str, Any] = {"work": delivery.work, "tokens": delivery.tokens}
+        if delivery.work.merge is not None:
+            context["merge_base"] = delivery.choice.as_json()
         if self.scorer is not None:
-            limit = PROFILES[self.delivery.settings["smoke"]["profile"]]
+            limit = PROFILES[delivery.settings["smoke"]["profile"]]
             config = {**config, "profile": limit}
             if "reference" in inputs:
-                reference, attention = inputs["reference"].path, self.delivery.attention
                 context["measuring"] = Measuring(
-                    self.scorer.measure, reference, limit, attention,
-                    before=self._before(inputs), explain=self._explain,
-                )  # fmt: skip
-        return self.mechanism.run(
-            stage, function, inputs=inputs, config=config, context=context,
-            after=self._after(inputs),
-        )  # fmt: skip
+                    self.scorer.measure,
+                    inputs["reference"].path,
+                    limit,
+                    delivery.attention,
+                    before=self._before(inputs),
+                    explain=self._explain,
+                )
+        return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
 
     @property
     def _explain(self) -> Explainer:
-        threads = self.delivery.settings["smoke"]["threads"]
-        return Explainer(self.mechanism.logs, threads)
+        return Explainer(self.mechanism.logs, self.delivery.settings["smoke"]["threads"])
 
     def _before(self, inputs: Mapping[str, Artifact]) -> ModelRef | None:
         """Return the input of a stage as a model; None if it is none that transformers loads."""
-        dtype = str(self.delivery.work.config.get("dtype") or self._target["dtype"])
+        delivery = self.delivery
         if "adapter" in inputs and "base" in inputs:
-            weights = weights_of(self.delivery.adapters)
+            factors = weights_of(delivery.adapters)
             return ModelRef(
                 inputs["base"].path,
                 inputs["adapter"].path,
-                self.delivery.quantization,
-                dtype,
-                self.delivery.attention,
-                {str(inputs[name].path): weight for name, weight in weights.items()} or None,
+                delivery.choice.quantization,
+                delivery.dtype,
+                delivery.attention,
+                {str(inputs[name].path): weight for name, weight in factors.items()} or None,
             )
         folder = inputs["weights"].path if "weights" in inputs else None
         if folder is None or not (folder / "config.json").is_file():
             return None
-        dtype, attention = computing_dtype_of(folder), self.delivery.attention
-        return ModelRef(folder, dtype=dtype, attn_implementation=attention)
+        dtype = computing_dtype_of(folder)
+        return ModelRef(folder, dtype=dtype, attn_implementation=delivery.attention)
 
 
 def _foreign(kind: str, folder: Path) -> Artifact:

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,8 @@ from tasks.weights.quantized.config_fields import is_fp8, is_packed, remedy, sto
 def find_base(given: Given, base: str | None, store: Path) -> Path | None:
     """Return the folder of the base: the setting, or the base that SOURCE names; None if unknown.
 
-    Args:
-        base: setting `base`; None to find it.
-        store: folder of our artifacts, searched for the recorded digest.
-
-    Raises:
-        ConfigError: the setting is not the folder of a model.
+    `store` has our artifacts, which are searched for the recorded digest. Raises ConfigError if the
+    setting is not the folder of a model.
     """
     if base is not None:
         folder = Path(base).expanduser().absolute()
@@ -49,14 +45,10 @@ def find_base(given: Given, base: str | None, store: Path) -> Path | None:
             hint = typed("base", near or "<folder of the base model>")
             raise ConfigError(f"base={base}: {what}", hint=hint)
         return folder
-    digest = recorded_digest(given)
-    original = published(digest, store, "base") if digest else None
-    if original is not None:
+    digest, named = recorded_digest(given), Path(recorded_name(given))
+    if digest and (original := published(digest, store, "base")) is not None:
         return original
-    named = recorded_name(given)
-    if named and Path(named).is_absolute() and (Path(named) / CONFIG).is_file():
-        return Path(named)
-    return None
+    return named if named.is_absolute() and (named / CONFIG).is_file() else None
 
 
 def base_missing(given: Given) -> ConfigError:
@@ -69,13 +61,11 @@ def base_missing(given: Given) -> ConfigError:
     )
 
 
-def base_findings(given: Given, base: Path, store: Path) -> Iterator[str]:
-    """Yield the reason why `base` is not the base of SOURCE; the most reliable record decides."""
-    wrong = base_mismatch(
+def base_mismatch_of(given: Given, base: Path, store: Path) -> str:
+    """Return why `base` is not the base of SOURCE, by the most reliable record; "" if it is."""
+    return base_mismatch(
         base, digest=recorded_digest(given), name=recorded_name(given), store=store
     )
-    if wrong:
-        yield wrong
 
 
 def equals_base(given: Given, base: Path) -> bool:
@@ -125,24 +115,17 @@ def folder_identity(folder: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-SDPA, FLASH = "sdpa", "flash_attention_2"
-
-
-def training_record(given: Given, store: Path) -> dict[str, Any] | None:
-    """Return `train.json` of the training that made SOURCE; None if there is no such record.
-
-    Args:
-        given: SOURCE: our shards, or an artifact whose manifest names them.
-
-    Raises:
-        ArtifactError: the file cannot be read.
-    """
+def training_record(given: Given, store: Path) -> dict[str, Any]:
+    """Return `train.json` of our training that made SOURCE, shards or an artifact; else {}."""
     root: Path | None = given.root
     if given.kind != "shards":
         digest = given.manifest.get("inputs", {}).get("trained")
         root = published(digest, store, "shards") if digest else None
     path = None if root is None else root / "train.json"
-    return read_json(path) if path is not None and path.is_file() else None
+    return read_json(path) if path is not None and path.is_file() else {}
+
+
+SDPA, FLASH = "sdpa", "flash_attention_2"
 
 
 def attention_of(given: Given, store: Path) -> tuple[str, str]:
@@ -151,19 +134,10 @@ def attention_of(given: Given, store: Path) -> tuple[str, str]:
     Attention implementations round differently. With training's own, the measured drift is that of
     the weights alone.
     """
-    record = training_record(given, store) or {}
-    recorded = str(record.get("attn_implementation", SDPA))
-    if recorded == FLASH and not _installed("flash-attn"):
+    recorded = str(training_record(given, store).get("attn_implementation", SDPA))
+    if recorded == FLASH and find_spec("flash_attn") is None:
         return SDPA, f"training ran {FLASH}, and flash-attn is not installed: measured with {SDPA}"
     return recorded, ""
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 ORIGINAL, DEQUANTIZED, COMPARE = "original", "dequantized", "compare"
@@ -193,14 +167,11 @@ def choose_base(
 ) -> BaseChoice:
     """Decide into which base the adapter in SOURCE is merged.
 
-    Args:
-        merge: section `merge` of the settings.
-
-    Raises:
-        ConfigError: the setting contradicts what our training recorded or how the base is stored.
+    `merge` is that section of the settings. Raises ConfigError if the setting contradicts what our
+    training recorded or how the base is stored.
     """
     mode = str(merge["base"])
-    config = read_json(base / "config.json") if base is not None else {}
+    config = read_json(base / CONFIG) if base is not None else {}
     known, recorded = _recorded(given, store)
     if known and recorded is None and mode == DEQUANTIZED:
         raise ConfigError(
@@ -214,68 +185,49 @@ def choose_base(
             hint=_EITHER,
         )
     evidence = () if known or given.kind == "model" else find_evidence(given.root)
-    if is_packed(config):
-        return _packed(base, mode, evidence)
-    if base is not None and is_fp8(config):
-        return _fp8(base, mode, stored(config) or "", evidence)
-    details = _quantization(merge, config)
-    if known:
-        mode = mode if mode in (ORIGINAL, DEQUANTIZED) else _mode_of(recorded)
-        through = None
-        if recorded is not None:  # our training loads the base in the dtype that it computes in
-            loaded = recorded.get("compute_dtype", details["loaded_dtype"])
-            through = {**details, "loaded_dtype": loaded, **recorded, "base": mode}
-        return BaseChoice(mode, through, "recorded by its training")
-    return _by_evidence(mode, details, evidence)
-
-
-def _mode_of(recorded: Mapping[str, Any] | None) -> str:
-    return ORIGINAL if recorded is None else DEQUANTIZED
-
-
-def _quantization(merge: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the 4 bits for this base, as `Op.quantization`."""
+    if base is not None and (is_packed(config) or is_fp8(config)):
+        return _stored_small(base, mode, config, evidence)
     loaded = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return {
+    details: dict[str, Any] = {
         "type": str(merge["quant_type"]),
         "double_quant": bool(merge["double_quant"]),
         "compute_dtype": loaded,
         "loaded_dtype": loaded,
     }
+    if not known:
+        return _by_evidence(mode, details, evidence)
+    if mode not in (ORIGINAL, DEQUANTIZED):
+        mode = ORIGINAL if recorded is None else DEQUANTIZED
+    through = None
+    if recorded is not None:  # our training loads the base in the dtype that it computes in
+        loaded = recorded.get("compute_dtype", loaded)
+        through = {**details, "loaded_dtype": loaded, **recorded, "base": mode}
+    return BaseChoice(mode, through, "recorded by its training")
 
 
-def _packed(base: Path | None, mode: str, evidence: tuple[Evidence, ...]) -> BaseChoice:
-    """Choose for a base that is stored in 4 bits: decoded, it is the base of QLoRA training."""
-    if mode == ORIGINAL:
+def _stored_small(
+    base: Path, mode: str, config: Mapping[str, Any], evidence: tuple[Evidence, ...]
+) -> BaseChoice:
+    """Choose for a base that has no other weights than its 4 bits or fp8, which are decoded.
+
+    In 4 bits it is the base of QLoRA training, in fp8 the base as stored.
+    """
+    packed = is_packed(config)
+    how = "4 bits" if packed else f"8 bits ({stored(config) or ''})"
+    chosen, other = (DEQUANTIZED, ORIGINAL) if packed else (ORIGINAL, DEQUANTIZED)
+    if mode == other:
         raise ConfigError(
-            f"merge.base=original, but {base} is stored in 4 bits and has no other weights",
+            f"merge.base={mode}, but base={base} is stored in {how} and has no other weights",
             hint="merge.base=auto; or base=<the same model in 16 bits>",
         )
-    full = [item for item in evidence if item.held is Held.FULL]
-    if full and mode != DEQUANTIZED:
+    against = [each for each in evidence if (each.held is Held.FULL) == packed]
+    if against and mode != chosen:
         raise ConfigError(
-            f"base={base} is stored in 4 bits, and the adapter was trained on the base "
-            f"{Held.FULL.value} ({full[0]})",
-            hint="base=<the same model in 16 bits>; merge.base=dequantized takes this one all the "
-            "same",
+            f"base={base} is stored in {how}, and the adapter was trained on the base "
+            f"{against[0].held.value} ({against[0]})",
+            hint=f"{remedy(base)}; or merge.base={chosen}, which takes this one all the same",
         )
-    return BaseChoice(DEQUANTIZED, None, f"{base} is stored in 4 bits", evidence=evidence)
-
-
-def _fp8(base: Path, mode: str, how: str, evidence: tuple[Evidence, ...]) -> BaseChoice:
-    """Choose for a base whose only weights are in fp8: decoded, they are the base as stored."""
-    other = [item for item in evidence if item.held is not Held.FULL]
-    if mode == DEQUANTIZED or (other and mode != ORIGINAL):
-        why = (
-            f"the adapter was trained on the base {other[0].held.value} ({other[0]})"
-            if other
-            else ("merge.base=dequantized is for a base that training held in 4 bits")
-        )
-        raise ConfigError(
-            f"base={base} is stored in 8 bits ({how}), and {why}",
-            hint=f"{remedy(base)}; or merge.base=original, which takes this one, decoded exactly",
-        )
-    return BaseChoice(ORIGINAL, None, f"{base} is stored in 8 bits ({how})", evidence=evidence)
+    return BaseChoice(chosen, None, f"{base} is stored in {how}", evidence=evidence)
 
 
 def _by_evidence(
@@ -286,10 +238,10 @@ def _by_evidence(
     four = next((item.quantization for item in evidence if item.held is Held.FOUR), {})
     details = {**details, **four}
     if mode in (ORIGINAL, DEQUANTIZED):
-        against = [item for item in evidence if _MODES.get(item.held) != mode]
         warnings = tuple(
             f"merge.base={mode}, but the adapter was trained on the base {item.held.value} ({item})"
-            for item in against
+            for item in evidence
+            if _MODES.get(item.held) != mode
         )
         # The reference is the trained model, so the drift shows the loss of a wrong choice.
         through = mode == DEQUANTIZED or precisions == {Held.FOUR}
@@ -328,11 +280,6 @@ def undecided(given: Given, choice: BaseChoice) -> ConfigError:
 def _recorded(given: Given, store: Path) -> tuple[bool, dict[str, Any] | None]:
     """Return (True if our own training recorded it, the recorded quantization)."""
     notes = given.manifest.get("notes", {})
-    if "quantization" in notes:
-        recorded = notes["quantization"]
-        return True, dict(recorded) if recorded else None
-    record = training_record(given, store)
-    if record is None:
-        return False, None
+    record = notes if "quantization" in notes else training_record(given, store)
     recorded = record.get("quantization")
-    return True, dict(recorded) if recorded else None
+    return bool(record), dict(recorded) if recorded else None

@@ -6,10 +6,10 @@ report = examination(out, reports=reports, log=log)          the stage that stor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tasks.audit.check import Finding, Severity
 from tasks.audit.checks.files import TRAINER_STATE
@@ -24,67 +24,39 @@ from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import WRAPPER
 from tasks.weights.tokens.prove_ids import is_leading, misread
 
-
-def _always(_: Finding, __: Report) -> bool:
-    return True
-
-
-def _with_head(_: Finding, report: Report) -> bool:
-    return report.kind in (Kind.REWARD, Kind.VALUE)
-
-
-def _wrapped(finding: Finding, report: Report) -> bool:
-    """Return True for a wrapper that the plan takes off: TRL's only from a model with its head."""
-    return not finding.tensor.startswith(WRAPPER) or report.kind == Kind.VALUE
-
-
-def _of_config(finding: Finding, _: Report) -> bool:
-    return finding.file == CONFIG
-
-
-def _of_adapter(finding: Finding, _: Report) -> bool:
-    return finding.file == ADAPTER_CONFIG
-
-
-def _of_the_trainer(finding: Finding, _: Report) -> bool:
-    return TRAINER_STATE.fullmatch(finding.file.rpartition("/")[2]) is not None
-
-
-class Handling(NamedTuple):
-    """Reason why an error does not stop a delivery, and the condition for it."""
-
-    why: str
-    when: Callable[[Finding, Report], bool] = _always
-
-
-HANDLED: Mapping[str, Handling] = {
-    "HEAD_PLACE": Handling("split off, and kept as an artifact of its own"),
-    "HEAD_LABELS": Handling("served with the labels that the head has"),
-    "HEAD_UNUSABLE": Handling("the saved head is used, under the name that it has", _of_config),
-    "WRAPPER_RESIDUE": Handling("the prefix is taken off: nothing is lost", _wrapped),
-    "VLLM_ARCHITECTURE": Handling("served as the family's *ForSequenceClassification", _with_head),
-    "WRONG_BASE": Handling("refused in the next step, by the same test", _of_adapter),
-    "MANIFEST_DIFFERS": Handling("refused later: every byte is compared with the manifest first"),
-    "PICKLE_CALLS": Handling("the trainer's state is neither read nor served", _of_the_trainer),
-    "EOS_DISAGREES": Handling("served with the EOS ids of all files"),
+HANDLED = {
+    "HEAD_PLACE": "split off, and kept as an artifact of its own",
+    "HEAD_LABELS": "served with the labels that the head has",
+    "HEAD_UNUSABLE": "the saved head is used, under the name that it has",
+    "WRAPPER_RESIDUE": "the prefix is taken off: nothing is lost",
+    "VLLM_ARCHITECTURE": "served as the family's *ForSequenceClassification",
+    "WRONG_BASE": "refused in the next step, by the same test",
+    "MANIFEST_DIFFERS": "refused later: every byte is compared with the manifest first",
+    "PICKLE_CALLS": "the trainer's state is neither read nor served",
+    "EOS_DISAGREES": "served with the EOS ids of all files",
 }
-"""Handling by finding code. Repairs happen in OUT; SOURCE is never changed."""
-
-_OF_THE_BASE = frozenset({"WRONG_BASE", "MERGED_EQUALS_BASE"})
+"""Reason why an error does not stop a delivery, by code. Repairs happen in OUT, not in SOURCE."""
+_OF_THE_BASE = ("WRONG_BASE", "MERGED_EQUALS_BASE")
 
 
 def handled(finding: Finding, report: Report, *, check_base: bool) -> str:
     """Return the reason why an error does not stop the delivery; "" if it stops it.
 
-    Args:
-        check_base: True if a wrong base is refused.
+    `check_base` is True if a wrong base is refused.
     """
     if finding.code in _OF_THE_BASE and not check_base:
         return "check_base=false"
-    handling = HANDLED.get(finding.code)
-    if handling is None or not handling.when(finding, report):
-        return ""
-    return handling.why
+    file, with_head = finding.file, report.kind in (Kind.REWARD, Kind.VALUE)
+    fits = {
+        "HEAD_UNUSABLE": file == CONFIG,
+        # The plan takes TRL's wrapper only from a model with its head.
+        "WRAPPER_RESIDUE": not finding.tensor.startswith(WRAPPER) or report.kind == Kind.VALUE,
+        "VLLM_ARCHITECTURE": with_head,
+        "WRONG_BASE": file == ADAPTER_CONFIG,
+    }
+    if finding.code.startswith("PICKLE_"):
+        fits[finding.code] = TRAINER_STATE.fullmatch(Path(file).name) is not None
+    return HANDLED.get(finding.code, "") if fits.get(finding.code, True) else ""
 
 
 FINDINGS = "findings.json"
@@ -94,36 +66,23 @@ _SHARDS = "ZERO_NOT_GATHERED"
 """Finding that intact shards lie beside broken weights. Its fix, to gather them, comes first."""
 
 
-class Examined(NamedTuple):
-    """A finding, and the reason why this error does not stop the delivery; "" if it is no error."""
-
-    finding: Finding
-    handled: str
-
-
 def examine(
     roots: Sequence[Path], base: Path | None, *, check_base: bool = True
 ) -> tuple[Report, ...]:
     """Audit the folders to deliver: models from headers and documents, adapters with values.
 
-    Args:
-        check_base: True to refuse a wrong base.
-
-    Raises:
-        ConfigError: errors that stop the delivery, each with code, place and fix.
+    Raises ConfigError for errors that stop the delivery, each with code, place and fix.
     """
     reports = tuple(
         # The plan reads the weights of a model: here they would be read twice.
-        audit(root, base=base, values=None if _is_adapter(root) else False, alone=True)
+        audit(
+            root, base=base, values=None if (root / ADAPTER_CONFIG).is_file() else False, alone=True
+        )
         for root in roots
     )
     if any(_blocking(report, check_base=check_base) for report in reports):
         raise refused(reports, check_base=check_base)
     return reports
-
-
-def _is_adapter(root: Path) -> bool:
-    return (root / ADAPTER_CONFIG).is_file()
 
 
 READ = 2 << 30
@@ -133,8 +92,7 @@ READ = 2 << 30
 def base_errors(base: Path, *, whole: bool = False) -> Report:
     """Return the audit of a base, with only the errors that make it unusable as one.
 
-    Args:
-        whole: True to read the weights, and hash those of a hub cache, above `READ`, too.
+    `whole` reads the weights, and hashes those of a hub cache, above `READ`, too.
     """
     nbytes = sum(file.stat().st_size for file in weight_files(base, "*.safetensors"))
     report = audit(base, values=whole or nbytes <= READ)
@@ -209,13 +167,12 @@ def _blocking(report: Report, *, check_base: bool, is_base: bool = False) -> lis
     ]  # fmt: skip
 
 
-def examined(reports: Sequence[Report]) -> Iterator[Examined]:
-    """Yield every finding, and the reason why it does not stop the delivery."""
+def examined(reports: Sequence[Report]) -> Iterator[tuple[Finding, str]]:
+    """Yield every finding, and why this error does not stop the delivery; "" if it is no error."""
     for report in reports:
         for finding in report.findings:
             is_error = finding.severity is Severity.ERROR
-            reason = handled(finding, report, check_base=False) if is_error else ""
-            yield Examined(finding, reason)
+            yield finding, handled(finding, report, check_base=False) if is_error else ""
 
 
 def lines(reports: Sequence[Report]) -> Iterator[str]:
@@ -223,10 +180,8 @@ def lines(reports: Sequence[Report]) -> Iterator[str]:
     for report in reports:
         yield f"audit: {report.counts}"
     for finding, why in examined(reports):
-        if why:
-            yield f"  {finding.code} {finding.where}: {why}"
-        elif finding.severity is Severity.WARNING:
-            yield f"  {finding.code} {finding.where}: {finding.found}"
+        if why or finding.severity is Severity.WARNING:
+            yield f"  {finding.code} {finding.where}: {why or finding.found}"
 
 
 def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
@@ -235,27 +190,18 @@ def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def examination(out: Path, *, reports: Sequence[Report], log: Any, **_: Any) -> StageReport:
-    """Store the findings of the audit as an artifact; a stage function.
-
-    Args:
-        out: staging directory; gets `findings.json`.
-    """
+    """Store the findings of the audit as an artifact; a stage function."""
     kinds: Mapping[str, str] = {report.source: report.kind for report in reports}
-    findings = as_json(reports)
-    write_json(out / FINDINGS, {"sources": kinds, "findings": findings})
+    notes = {"sources": kinds, "findings": as_json(reports)}
+    write_json(out / FINDINGS, notes)
     for line in lines(reports):
         log.info("%s", line)
     checks = tuple(
-        Check(
-            f"{finding.code} {finding.where}", finding.expected, f"{finding.found}: {why}", ok=True
-        )
-        for finding, why in examined(reports)
+        Check(f"{each.code} {each.where}", each.expected, f"{each.found}: {why}", ok=True)
+        for each, why in examined(reports)
         if why
     )
-    counts = {
-        f"audit/{severity.value}s": float(
-            sum(finding["severity"] == severity.value for finding in findings)
-        )
-        for severity in Severity
-    }
-    return StageReport("report", checks, counts, {"sources": kinds, "findings": findings})
+    counts = dict.fromkeys((f"audit/{severity.value}s" for severity in Severity), 0.0)
+    for finding, _why in examined(reports):
+        counts[f"audit/{finding.severity.value}s"] += 1
+    return StageReport("report", checks, counts, notes)

@@ -6,6 +6,7 @@ hashes save reading tensors again. So the bytes have to match the manifest first
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from tasks.release.model_card import write_card
 from tasks.weights.files.documents import MANIFEST, read_manifest
 
 _SHOWN = 100
+_WEIGHTS = (".safetensors", ".gguf")
 
 
 def require_intact(folders: Iterable[Path], store: Path) -> None:
@@ -29,9 +31,6 @@ def require_intact(folders: Iterable[Path], store: Path) -> None:
 
     The result is stored with size, times and inode of every file. A file is read again only if one
     of these changed. Restoring a file's mtime does not hide a change, because its ctime differs.
-
-    Raises:
-        ArtifactError: files are missing, added or altered; all of them are listed.
     """
     findings: list[str] = []
     for folder in dict.fromkeys(folders):
@@ -89,21 +88,14 @@ def out_findings(
 
 
 def put(served: Artifact, out: Path, private_key: Path | None = None, card: str = "") -> None:
-    """Publish a copy of the served artifact as `out`.
+    """Publish the served artifact as `out`, with a model card, signed.
 
-    Its files share their blocks with the artifact's until one side is written, if the file system
-    can do that; they are never hard links, with which a write to one side would change the other.
-    The manifest is written last, and signed; then one rename makes everything visible. An earlier
-    delivery is moved aside before the rename and removed after it. Call `out_findings` first. The
-    copy has the permissions of the user's umask, because another user may serve it.
-
-    Args:
-        card: model card of the copy; empty for none.
-        private_key: key that signs the copy (`register.sign`); None leaves it unsigned.
-
-    Raises:
-        ArtifactError: `out` cannot be written, or differs from what was signed before.
-        BusyError: another process delivers to the same folder.
+    Weights are hard links of the artifact's files, and read-only; where OUT is on another file
+    system, copies. Whoever writes to such a file all the same changes the artifact, too: the next
+    run notices it and makes the artifact again. The manifest is written last, and signed; then one
+    rename makes everything visible. An earlier delivery is moved aside before the rename and
+    removed after it. Call `out_findings` first. Files have the permissions of the user's umask,
+    because another user may serve them.
     """
     if _is_delivered(out, served):
         if private_key is not None:
@@ -114,16 +106,17 @@ def put(served: Artifact, out: Path, private_key: Path | None = None, card: str 
             if path.is_file() and path.name not in (MANIFEST, SIGNATURE):
                 target = work / path.relative_to(served.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _copy(path, target)
-                flush(target)
-        _copy(served.path / MANIFEST, work / MANIFEST)
-        flush(work / MANIFEST)
+                _link_or_copy(path, target)
+        _link_or_copy(served.path / MANIFEST, work / MANIFEST)
         if card:
             write_card(work, card)
         if private_key is not None:
             sign(work, private_key)
             flush(work / SIGNATURE)
         open_up(work)
+        for path in work.rglob("*"):
+            if path.suffix in _WEIGHTS:
+                path.chmod(path.stat().st_mode & ~0o222)
         flush(work)
         old = out.parent / f".{out.name}.{os.getpid()}.old.tmp"
         if out.is_dir() and any(out.iterdir()):
@@ -133,9 +126,14 @@ def put(served: Artifact, out: Path, private_key: Path | None = None, card: str 
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
+    if source.suffix in _WEIGHTS:
+        with contextlib.suppress(OSError):  # another file system
+            os.link(source, target)
+            return
     try:
         copy_file(source, target)
+        flush(target)
     except OSError as error:
         raise write_refused(target, error) from error
 

@@ -17,30 +17,29 @@ from tasks.core.contract import judge
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.delivery.base import base_missing
 from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Given, Weighted, read_weighted, weights_of
-from tasks.merge import plan_adapters
+from tasks.merge import ADAPTER, BASE, Reward, in_files, plan_adapters
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
 from tasks.weights.execute.worker import Perform
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, is_float
 from tasks.weights.files.names import parse_peft, rename_all, unwrap
-from tasks.weights.files.reader import WEIGHTS, Checkpoint
+from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.source import Renamed, Source
 from tasks.weights.gather import plan_full
-from tasks.weights.head_plans import endings, merged_reward, separate
+from tasks.weights.head_plans import endings, separate
 from tasks.weights.heads import HEAD, Detected, detect, read_folder
-from tasks.weights.lora import Adapter, read_adapter, require_values
+from tasks.weights.lora import Adapter, read_adapter
 from tasks.weights.lora_config import parse_config
-from tasks.weights.merge import MergeSettings
 from tasks.weights.model import Model, model_facts
-from tasks.weights.plan import Dropped, Op, Plan, as_is, with_output
+from tasks.weights.plan import Dropped, Op, Plan, as_is
 from tasks.weights.quantized.config_fields import is_decodable, refusal, without_quantization
-from tasks.weights.quantized.source import PackedCheckpoint, decoding, open_model
+from tasks.weights.quantized.source import open_model
 from tasks.weights.rounding import Rounding
 from tasks.weights.shards import Partitions, read_partitions
 from tasks.weights.validate import validate
 from tasks.weights.zero import ZeroCheckpoint, read_zero
 
-BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
+TRAINED, MODEL = "trained", WEIGHTS
 """Names of the inputs in the plans."""
 
 
@@ -50,11 +49,6 @@ class Target:
 
     dtype: str
     max_shard_bytes: int
-
-    @property
-    def short(self) -> str:
-        """Return the safetensors name of the dtype."""
-        return DTYPE_NAMES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -109,24 +103,8 @@ class Work:
         return any(str(name).endswith(endings) for name in names)
 
 
-def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -> Plan:
-    """Return the plan with output dtype and files; the files of the input are kept if they fit.
-
-    Args:
-        cast: True to set the dtype; False if the operations have it already.
-    """
-    files = source.files if isinstance(source, Checkpoint | PackedCheckpoint) else {}
-    dtype = target.short if cast else None
-    plan = decoding(plan, {BASE: source, MODEL: source})
-    return with_output(plan, dtype=dtype, max_shard_bytes=target.max_shard_bytes, files=files)
-
-
 def require_plain(folder: Path, key: str) -> dict[str, Any]:
-    """Return the config.json of a model; for 4 bits and fp8, that of the decoded model.
-
-    Raises:
-        ConfigError: the model is quantized in a way that cannot be decoded.
-    """
+    """Return the config.json of a model; for 4 bits and fp8, that of the decoded model."""
     config = read_json(folder / "config.json")
     refused = refusal(config, folder)
     if refused is not None:
@@ -162,12 +140,7 @@ Trained = Partitions | ZeroCheckpoint | DistributedCheckpoint
 def gathered_adapter(
     request: Request, trained: Trained, names: Sequence[str]
 ) -> tuple[Plan, Adapter, Path]:
-    """Plan an adapter file. Return the plan, the future adapter, and its adapter_config.json.
-
-    Raises:
-        ConfigError: there is no adapter_config.json.
-        ContractError: a trained parameter is not a LoRA weight.
-    """
+    """Plan an adapter file. Return the plan, the future adapter, and its adapter_config.json."""
     path = request.adapter_config or _above(request, trained, ADAPTER_CONFIG)
     if path is None or not path.is_file():
         raise ConfigError(
@@ -200,12 +173,7 @@ def gathered_adapter(
 
 
 def gathered_model(request: Request, trained: Trained) -> Work:
-    """Plan a full model, in its final dtype and files.
-
-    Raises:
-        ConfigError: no config.json describes the model.
-        ContractError: tensors do not belong to the model, or are missing.
-    """
+    """Plan a full model, in its final dtype and files."""
     config = _above(request, trained, CONFIG)
     folder = request.base if config is None else config.parent
     if folder is None:
@@ -225,7 +193,7 @@ def gathered_model(request: Request, trained: Trained) -> Work:
         facts,
         base=None if base is None else base.tensors,
         frozen=base is not None,
-        dtype=request.target.short,
+        dtype=DTYPE_NAMES[request.target.dtype],
         max_shard_bytes=request.target.max_shard_bytes,
     )
     sources: dict[str, Source] = {TRAINED: source}
@@ -256,11 +224,7 @@ _SHOWN = 100
 
 
 def prepare(request: Request) -> Work:
-    """Plan and validate a delivery.
-
-    Raises:
-        ConfigError, ContractError, ArtifactError: a step failed; with all findings of that step.
-    """
+    """Plan and validate a delivery."""
     given = request.given
     if given.kind == "model":
         return _model(request)
@@ -274,7 +238,7 @@ def prepare(request: Request) -> Work:
     names = [*getattr(trained, "trained", trained.tensors)]
     if any(".lora_" in name for name in names):
         gather, adapter, path = gathered_adapter(request, trained, names)
-        work = _merge(request, [(adapter, 1.0)], gather=gather, opened={"trained": trained})
+        work = _merge(request, [(adapter, 1.0)], gather=gather, trained=trained)
         return replace(work, adapter_config=path)
     return gathered_model(request, trained)
 
@@ -292,8 +256,13 @@ def _model(request: Request) -> Work:
         source = open_model(root)
         plan, sources = as_is(source, MODEL), {MODEL: source}
         facts = request.perform(model_facts, root, target.dtype)
-    _refuse(f"{root}: not what its config.json says", [*facts.findings, *_misfits(plan, facts)])
-    plan = in_files(plan, target, sources[MODEL])
+    if findings := [*facts.findings, *_misfits(plan, facts)]:
+        raise ContractError(
+            f"{root}: not what its config.json says: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+        )
+    dtype = DTYPE_NAMES[target.dtype]
+    plan = in_files(plan, sources[MODEL], target.max_shard_bytes, dtype)
     validate(plan, sources)
     return Work(plan, facts, sources, config, head=detected if is_policy else None)
 
@@ -315,73 +284,39 @@ def _adapter(request: Request) -> Work:
         return _merge(request, read_weighted(request.adapters))
     root = request.given.root
     detected = detect(read_folder(root))
-    adapter = read_adapter(root, beside=detected.folder.beside)
-    if detected.is_of_reward:
-        return _reward(request, adapter)
+    adapters = [(read_adapter(root, beside=detected.folder.beside), 1.0)]
+    if detected.is_of_reward and request.base is not None:
+        return _merge(request, adapters, reward=Reward(endings(root, request.base)))
     if HEAD not in detected.folder.sources:
-        return _merge(request, [(adapter, 1.0)])
+        return _merge(request, adapters)
     detected.require()
-    return _merge(request, [(adapter, 1.0)], head=detected)
+    return _merge(request, adapters, head=detected)
 
 
 def _merge(
     request: Request,
     adapters: Sequence[tuple[Adapter, float]],
     *,
+    reward: Reward | None = None,
     gather: Plan | None = None,
-    opened: Any = None,
+    trained: Source | None = None,
     head: Detected | None = None,
 ) -> Work:
-    """Plan the merge of adapters into the base.
-
-    Args:
-        opened: further inputs by name, for `gather`.
-    """
-    _, base, config, facts, settings = _read_base(request)
-    plan, config = plan_adapters(adapters, base, facts, config, settings)
-    plan = in_files(plan, request.target, base, cast=False)
-    sources = {BASE: base, **{adapter.name: adapter.tensors for adapter, _ in adapters}}
-    validate(plan, sources)
-    return Work(plan, facts, {**sources, **(opened or {})}, config, gather, plan, head)
-
-
-def _reward(request: Request, adapter: Adapter) -> Work:
-    """Plan the merge of a reward model's adapter into a `*ForSequenceClassification`."""
-    folder, base, config, _, settings = _read_base(request)
-    parted = merged_reward(
-        adapter,
-        base,
-        config,
-        settings,
-        dtype=request.target.dtype,
-        endings=endings(request.given.root, folder),
-        perform=request.perform,
-    )
-    plan = in_files(parted.plan, request.target, base, cast=False)
-    validate(plan, parted.sources)
-    require_values([adapter])
-    return Work(plan, parted.facts, parted.sources, parted.config, merge=plan)
-
-
-def _read_base(
-    request: Request,
-) -> tuple[Path, Source, dict[str, Any], Model, MergeSettings]:
-    """Open the base. Returns its folder, tensors, config.json, facts, and how to merge into it."""
+    """Plan the merge of adapters into the base; `trained` is the input of `gather`."""
     if request.base is None:
         raise base_missing(request.given)
-    config = require_plain(request.base, "base")
-    base, through = open_model(request.base), request.quantization
-    facts = request.perform(model_facts, request.base, request.target.dtype)
-    quantized = frozenset(facts.quantized) if through is not None else frozenset()
-    settings = MergeSettings(
-        request.target.short,
-        quantization=through,
-        quantized=quantized,
+    planned = plan_adapters(
+        adapters,
+        request.base,
+        require_plain(request.base, "base"),
+        model_dtype=request.target.dtype,
+        dtype=DTYPE_NAMES[request.target.dtype],
+        max_shard_bytes=request.target.max_shard_bytes,
+        quantization=request.quantization,
         rounding=request.rounding,
+        reward=reward,
+        perform=request.perform,
     )
-    return request.base, base, config, facts, settings
-
-
-def _refuse(what: str, findings: Sequence[str]) -> None:
-    if findings:
-        raise ContractError(f"{what}: {first_and_more(findings)}", details=findings[:_SHOWN])
+    validate(planned.plan, planned.sources)
+    opened = {**planned.sources, **({} if trained is None else {TRAINED: trained})}
+    return Work(planned.plan, planned.facts, opened, planned.config, gather, planned.plan, head)

@@ -71,11 +71,7 @@ BUILT_IN = (
 
 
 def probe_texts(path: str | None, count: int) -> list[str]:
-    """Return the first `count` texts of a file, one a line, or of the built-in texts.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty.
-    """
+    """Return the first `count` texts of a file, one a line, or of the built-in texts."""
     if path is None:
         return list(BUILT_IN[:count])
     try:
@@ -91,15 +87,7 @@ def probe_texts(path: str | None, count: int) -> list[str]:
 def encode_probes(
     scorer: ReferenceScorer, tokenizer: Path, texts: list[str], limit: int
 ) -> list[list[int]]:
-    """Return the token ids of the texts with at least `SHORTEST` tokens.
-
-    Args:
-        tokenizer: folder of the tokenizer.
-        limit: maximum number of tokens of a probe.
-
-    Raises:
-        DataError: all texts are too short.
-    """
+    """Return the token ids of the texts with at least `SHORTEST` tokens."""
     tokens = scorer.encode_texts(tokenizer, texts, limit=limit)
     probes = [ids for ids in tokens if len(ids) >= SHORTEST]
     if not probes:
@@ -139,9 +127,6 @@ def reference(
 
     Fingerprints are taken in float32, with the noise of the formats that the model may be served
     in. Where training recorded its live model, SOURCE is also compared with that.
-
-    Raises:
-        DataError: all texts are too short.
     """
     weighted = {str(adapters[role]): weight for role, weight in settings.weights.items()}
     ref = ModelRef(

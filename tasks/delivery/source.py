@@ -63,9 +63,6 @@ def recognise(root: Path) -> Given:
 
     Trainer leaves finished weights beside a folder of DeepSpeed states. Such a folder counts as the
     finished weights; name the folder of the states (`global_step...`) to deliver those.
-
-    Raises:
-        ConfigError: the folder does not exist or cannot be delivered; with the findings.
     """
     try:
         recognised = audit_source.recognise(Folder(root))
@@ -146,12 +143,7 @@ def weights_of(adapters: Sequence[Weighted]) -> dict[str, float]:
 
 
 def read_weighted(adapters: Sequence[Weighted]) -> list[tuple[Adapter, float]]:
-    """Open several adapters, or one with a weight, as pairs (adapter, weight).
-
-    Raises:
-        ConfigError: an adapter has a head, and heads cannot be added up.
-        ArtifactError: a file cannot be read.
-    """
+    """Open several adapters, or one with a weight, as pairs (adapter, weight)."""
     opened: list[tuple[Adapter, float]] = []
     findings = []
     for index, item in enumerate(adapters):

@@ -16,13 +16,13 @@ from blake3 import blake3
 from tasks.convert import write_served
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
-from tasks.delivery.plan import ADAPTER, TRAINED, Target, Work, in_files
+from tasks.delivery.plan import TRAINED, Work
 from tasks.delivery.source import CONFIG
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import GENERATION_CONFIG, write_json
 from tasks.evaluation.serving_config import ServingConfig, served_config
 from tasks.gather import write_gathered
-from tasks.merge import write_merged
+from tasks.merge import ADAPTER, in_files, write_merged
 from tasks.pipeline.report import StageReport
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
@@ -60,15 +60,7 @@ class Tokens:
 
 
 def find_tokens(folders: Sequence[Path]) -> Tokens:
-    """Find the first folder with a tokenizer, and the first with generation settings.
-
-    Args:
-        folders: folders to search, SOURCE first, because training may have added tokens.
-
-    Raises:
-        ConfigError: there is no tokenizer.
-        ArtifactError: the tokenizer cannot be read.
-    """
+    """Find the first folder with a tokenizer, and the first with generation settings."""
     with_tokenizer = [
         folder for folder in folders if any((folder / name).is_file() for name in _ANY_OF)
     ]
@@ -93,12 +85,7 @@ def find_tokens(folders: Sequence[Path]) -> Tokens:
 
 
 def serving_config(work: Work, tokens: Tokens, dtype: str) -> ServingConfig:
-    """Return the contents of the served configuration files.
-
-    Args:
-        tokens: tokenizer and generation settings.
-        dtype: torch dtype name of the served model.
-    """
+    """Return the contents of the served configuration files."""
     pad = _pad(work.config, tokens)
     wanted = ServingConfig(
         config=work.config,
@@ -222,7 +209,7 @@ def convert(
     if not work.converts:
         source = open_model(weights)
         sources = {WEIGHTS: source}
-        plan = in_files(as_is(source), Target(dtype, max_shard_bytes), source)
+        plan = in_files(as_is(source), source, max_shard_bytes, DTYPE_NAMES[dtype])
     return write_served(
         out,
         plan,

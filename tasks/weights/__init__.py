@@ -5,7 +5,7 @@
     total = changes([(adapter, 1.0)], model)   # Changes: terms by live name
     plan = plan_merge(base.tensors, model, total, operands)     # an Op for each output tensor
     validate(plan, sources)                    # every input byte once, or dropped for a reason
-    execute(plan, sources, out)                # streamed, with a hash for every tensor
+    done = execute(plan, sources, out)         # streamed; a hash and statistics per tensor
     recompute(plan, sources, merged)           # sampled rows in fp64, by other code
 
 files/, pickled/, quantized/              sources of tensors
@@ -15,7 +15,8 @@ model.py, model_class.py, mapping.py      a model in memory, and its tensors on 
 plan.py, merge.py, gather.py, validate.py  plans of output tensors, checked from headers alone
 heads.py, head_plans.py                   value and reward heads: find, split, merge, convert
 tokens/                                   tokenizer, vocabulary, chat template
-execute/, native/, proof.py               run a plan with bounded memory; compare the result
+execute/, native/                         run a plan with bounded memory
+proof.py                                  recompute what was merged, with other code
 
 Imports no trainer, no Prefect and no MLflow; torch only where numbers are computed.
 """

@@ -30,7 +30,6 @@ from tasks.weights.files.source import Reader, Renamed, Source
 from tasks.weights.lora_config import AdapterConfig, parse_config
 from tasks.weights.mapping import Shape
 from tasks.weights.model import Model, model_facts
-from tasks.weights.model_class import meta_model
 from tasks.weights.pairing import Pairing, Piece, pair_by_names
 from tasks.weights.pickled.tensors import read_state
 from tasks.weights.plan import Dora, Dropped, Rows, Term
@@ -41,21 +40,13 @@ PICKLED = f"{ADAPTER}.bin"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT adapter on disk.
-
-    Attributes:
-        root: its folder.
-        name: its name in plans; operands of its terms are "<name>:<key>".
-        config: its settings.
-        tensors: source of its tensors.
-        findings: reasons in its configuration why it cannot be merged.
-    """
+    """A PEFT adapter on disk."""
 
     root: Path
-    name: str
+    name: str  # its name in plans; operands of its terms are "<name>:<key>"
     config: AdapterConfig
     tensors: Source
-    findings: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()  # reasons in its configuration why it cannot be merged
 
 
 def read_adapter(folder: Path, name: str = "adapter", *, beside: Collection[str] = ()) -> Adapter:
@@ -63,9 +54,6 @@ def read_adapter(folder: Path, name: str = "adapter", *, beside: Collection[str]
 
     Unsupported settings are in `findings`, so that one error can list them all. `beside` names
     weight files in the folder that are not part of the adapter.
-
-    Raises:
-        ArtifactError: the folder has no adapter, or its files cannot be read.
     """
     if not (folder / CONFIG).is_file():
         raise ArtifactError(
@@ -87,40 +75,28 @@ def read_adapter(folder: Path, name: str = "adapter", *, beside: Collection[str]
 class Changes:
     """Changes of live tensors; a tensor that is not named stays as it is.
 
-    A tensor can have a replacement and terms; the terms then apply to the replacement. If an
-    adapter changes only a part of a live tensor (one expert of a stack), the part's key on disk is
-    used as the live name, and its terms come after those of the stack.
-
-    Attributes:
-        terms: terms by live name, in order; operands are "<adapter>:<key>".
-        replacements: "<adapter>:<key>" of the tensor that replaces the base's, by live name.
-        shapes: shape by live name of replacements with another number of rows (a vocabulary that
-            grew).
-        unties: live names that were tied and have to be stored separately from now on;
-            config.json then needs `tie_word_embeddings: false`. Without a replacement or terms,
-            such a tensor is a copy of the base tensor that it was tied to. A change of any other
-            tied tensor applies to all its names and is listed under the stored name.
-        dropped: adapter tensors that the merge does not use.
-        copies: dropped tensor -> tensor that must have the same bytes.
-        findings: everything that is wrong; if not empty, ignore the other attributes.
+    Terms apply to a tensor's replacement, if it has one. If an adapter changes only a part of a
+    live tensor (one expert of a stack), the part's key on disk is used as the live name, and its
+    terms come after those of the stack.
     """
 
-    terms: Mapping[str, tuple[Term, ...]]
-    replacements: Mapping[str, str]
-    shapes: Mapping[str, Shape]
+    terms: Mapping[str, tuple[Term, ...]]  # by live name, in order; operands "<adapter>:<key>"
+    replacements: Mapping[str, str]  # "<adapter>:<key>" of the base's replacement, by live name
+    shapes: Mapping[str, Shape]  # of replacements with another number of rows, by live name
+    # Live names that were tied and have to be stored separately from now on. Without a replacement
+    # or terms, such a tensor is a copy of the base tensor that it was tied to. A change of any
+    # other tied tensor applies to all its names and is listed under the stored name.
     unties: tuple[str, ...]
-    dropped: tuple[Dropped, ...]
-    copies: Mapping[str, str]
-    findings: tuple[str, ...]
+    dropped: tuple[Dropped, ...]  # adapter tensors that the merge does not use
+    copies: Mapping[str, str]  # dropped tensor -> tensor that must have the same bytes
+    findings: tuple[str, ...]  # everything that is wrong; if any, ignore the other fields
 
 
 def changes(adapters: Sequence[tuple[Adapter, float]], model: Model) -> Changes:
     """Combine adapters with different names, each with its weight; 1.0 merges it as trained.
 
-    The result is `W + sum_i w_i * scale_i * B_i @ A_i`, added in the order given. peft gives the
-    same when it merges one adapter after another, each with `set_scale(w)`, and the same up to
-    rounding with `add_weighted_adapter(combination_type="cat")`. (Its "linear" sums the factors
-    instead, and so multiplies every B with every A.)
+    The result is `W + sum_i w_i * scale_i * B_i @ A_i`, added in the order given, as peft merges
+    one adapter after another, each with `set_scale(w)`.
     """
     total = _Sum(model)
     for adapter, weight in adapters:
@@ -246,32 +222,14 @@ def _bound(term: Term, adapter: str, weight: float) -> Term:
 
 
 def adapter_contract(base: Path, adapter_config: Path, dtype: str = "BF16") -> list[Expected]:
-    """Return the tensors that `adapter_model.safetensors` has to contain.
-
-    Settings that this project cannot merge are left to peft, which wraps a model on the meta
-    device: an adapter that cannot be merged can still be gathered.
-
-    Raises:
-        ArtifactError: the configuration cannot be read, or does not fit the base.
-    """
-    # Initialisers such as PiSSA compute with base weights, which the meta device does not have.
-    settings = {**read_json(adapter_config), "init_lora_weights": False, "inference_mode": False}
-    ours, findings = parse_config(settings)
-    if not findings:
-        pairing = Pairing(ours, model_facts(base), {})
-        if pairing.wanted and not pairing.findings:
-            return [Expected(key, shape, dtype) for key, shape in pairing.wanted.items()]
-    import torch
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-
-    try:
-        config = LoraConfig(**{k: v for k, v in settings.items() if k != "peft_type"})
-        with torch.device("meta"):
-            wrapped = get_peft_model(meta_model(base, "bfloat16"), config)
-    except (TypeError, ValueError) as error:
-        raise ArtifactError(f"{adapter_config}: does not fit {base}: {error}") from error
-    state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    return [Expected(name, tuple(tensor.shape), dtype) for name, tensor in state.items()]
+    """Return the tensors that `adapter_model.safetensors` has to contain."""
+    config, findings = parse_config(read_json(adapter_config))
+    pairing = Pairing(config, model_facts(base), {})
+    if findings := [*findings, *pairing.findings]:
+        raise ArtifactError(
+            f"{adapter_config}: does not fit {base}: {first_and_more(findings)}", details=findings
+        )
+    return [Expected(key, shape, dtype) for key, shape in pairing.wanted.items()]
 
 
 # Numbers of an adapter, before anything is written.
@@ -283,12 +241,7 @@ _FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.w
 def require_values(adapters: Sequence[Adapter], copies: Mapping[str, str] | None = None) -> None:
     """Check the numbers of all adapters, and that dropped copies equal their originals.
 
-    Args:
-        adapters: the adapters that are merged.
-        copies: `Changes.copies`: dropped tensor -> tensor that must have the same bytes.
-
-    Raises:
-        ContractError: lists every finding.
+    `copies` is that of `Changes`. Raises ContractError with every finding.
     """
     findings = [
         f"{adapter.root.name}: {text}" for adapter in adapters for text in value_findings(adapter)

@@ -104,37 +104,38 @@ def _is_alpha(value: Any) -> bool:
 
 
 def _is_names(value: Any) -> bool:
-    names = value or []
-    return isinstance(names, list) and all(isinstance(name, str) and name for name in names)
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
 
 
 def _is_names_or_text(value: Any) -> bool:
     return isinstance(value, str) or _is_names(value)
 
 
-def _is_integers(value: Any) -> bool:
-    numbers = [value] if type(value) is int else value or []
+def _is_layers(value: Any) -> bool:
+    numbers = [value] if type(value) is int else value
     return isinstance(numbers, list) and all(type(number) is int for number in numbers)
-
-
-def _is_pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value or {}, dict) and all(map(of, (value or {}).values()))
 
 
 def _is_rows(value: Any) -> bool:
     """Return True for lists of distinct token ids by name of an embedding, or a bare list."""
-    rows = {"": value} if isinstance(value, list) else value or {}
-    return isinstance(rows, dict) and all(
+    by_name = {"": value} if isinstance(value, list) else value
+    return isinstance(by_name, dict) and all(
         isinstance(ids, list)
         and all(type(row) is int and row >= 0 for row in ids)
         and len(set(ids)) == len(ids)
-        for ids in rows.values()
+        for ids in by_name.values()
     )
 
 
-_NAMES = (_is_names, "a list of names")
+def _by_name(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+_NAMES, _FLAG = (
+    (_is_names, "a list of names"),
+    (lambda value: isinstance(value, bool), "true or false"),
+)
 _NAMES_OR_TEXT = (_is_names_or_text, "a list of names")
-_FLAG = (lambda value: isinstance(value, bool | None), "true or false")
 _SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, "a positive number"),
     "lora_alpha": (_is_alpha, "a positive number"),
@@ -142,17 +143,18 @@ _SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "use_dora": _FLAG,
     "lora_bias": _FLAG,
     "ensure_weight_tying": _FLAG,
-    "rank_pattern": (_is_pattern(_is_rank), "a mapping from names to positive numbers"),
-    "alpha_pattern": (_is_pattern(_is_alpha), "a mapping from names to positive numbers"),
+    "rank_pattern": (_by_name(_is_rank), "a mapping from names to positive numbers"),
+    "alpha_pattern": (_by_name(_is_alpha), "a mapping from names to positive numbers"),
     "target_modules": _NAMES_OR_TEXT,
     "exclude_modules": _NAMES_OR_TEXT,
     "layers_pattern": _NAMES_OR_TEXT,
     "target_parameters": _NAMES,
     "modules_to_save": _NAMES,
-    "layers_to_transform": (_is_integers, "a list of layer numbers"),
+    "layers_to_transform": (_is_layers, "a list of layer numbers"),
     "trainable_token_indices": (_is_rows, "lists of distinct token ids by name of an embedding"),
-    "bias": (lambda value: value in (None, "", "none", "all", "lora_only"), "none, all, lora_only"),
+    "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all, lora_only"),
 }
+"""Condition for the value of a setting, unless it is absent or empty, and its description."""
 _READ = {*_SETTINGS, "peft_type", "init_lora_weights", "task_type", "peft_version"}
 _DEFAULTS = {"r": 8, "lora_alpha": 8}
 
@@ -171,10 +173,12 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
     values: dict[str, Any] = {}
     for key, (fits, wanted) in _SETTINGS.items():
         value = raw.get(key, _DEFAULTS.get(key))
-        problem = _regex_error(key, value) if fits(value) else f"is not {wanted}"
+        is_empty = key not in _DEFAULTS and (value is None or value in ("", [], {}))
+        problem = "" if is_empty or fits(value) else f"is not {wanted}"
+        problem = problem or _regex_error(key, value)
         if problem:
             findings.append(f"{key}={_short(value)} {problem}")
-        values[key] = _DEFAULTS.get(key) if problem else value
+        values[key] = _DEFAULTS.get(key) if problem or is_empty else value
     rows = values["trainable_token_indices"] or {}
     rows = {"": rows} if isinstance(rows, list) else rows
     config = AdapterConfig(
@@ -205,7 +209,7 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
 
 
 def _as_tuple(value: Any, single: type) -> tuple[Any, ...]:
-    return (value,) if type(value) is single and value != "" else tuple(value or ())
+    return (value,) if type(value) is single else tuple(value or ())
 
 
 def _names_or_regex(value: Any) -> tuple[str, ...] | str:
@@ -239,28 +243,18 @@ def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={_short(raw[key])} is not supported: {reason}"
     for key in sorted(set(raw) - _READ - _HARMLESS - set(_REFUSED)):
         if raw[key] not in (None, False, [], {}, ""):
-            yield (
-                f"{key}={_short(raw[key])} is not a LoRA setting of peft 0.21, so its effect is "
-                "unknown"
-            )
+            yield f"{key}={_short(raw[key])} is no LoRA setting of peft 0.21: its effect is unknown"
 
 
 def _init_findings(raw: Mapping[str, Any]) -> Iterator[str]:
     init = raw.get("init_lora_weights", True)
-    saved = (
-        "merge it into the base as training left it (get_base_model().save_pretrained), with "
-        "init_lora_weights set to true in adapter_config.json"
-    )
-    if init == "loftq":  # peft cannot convert such an adapter to a plain LoRA
+    if isinstance(init, str) and init.startswith(_MUTATING):
+        plain = "save it as a plain LoRA (path_initial_model_for_weight_conversion), or "
         yield (
-            f"init_lora_weights={init!r} replaced the base weights with 4-bit values, so "
-            f"this adapter does not fit the base: {saved}"
-        )
-    elif isinstance(init, str) and init.startswith(_MUTATING):
-        yield (
-            f"init_lora_weights={init!r} removed a part of the base weights, so this adapter does "
-            "not fit the base: save it as a plain LoRA with save_pretrained(..., "
-            f"path_initial_model_for_weight_conversion=INITIAL_ADAPTER), or {saved}"
+            f"init_lora_weights={init!r} changed the base weights: this adapter does not fit the "
+            f"base: {'' if init == 'loftq' else plain}merge it into the base as training left it "
+            "(get_base_model().save_pretrained), with init_lora_weights set to true in "
+            "adapter_config.json"
         )
     elif not any(init is plain or init == plain for plain in _PLAIN_INIT):
         yield f"init_lora_weights={_short(init)} is unknown"
@@ -273,13 +267,7 @@ _HEADS = ("score", "classifier")
 def targeted_modules(
     config: AdapterConfig, modules: Mapping[str, str], head: str = ""
 ) -> list[str]:
-    """Return the modules with a LoRA pair, in the model's order.
-
-    Args:
-        config: the adapter's configuration.
-        modules: kind of every module of the model, by name; see `model.py`.
-        head: name of the output embedding, which "all-linear" leaves out.
-    """
+    """Return the modules with a LoRA pair, in the model's order."""
     if config.target_modules == ALL_LINEAR:
         if not head and config.task_type == "SEQ_CLS":
             head = next((name for name in _HEADS if name in modules), "")

@@ -25,24 +25,15 @@ _NEAR = 5
 
 @dataclass(frozen=True)
 class Slot:
-    """Position of a tensor on disk, or of a part of it: a contiguous part of a live tensor.
+    """Position of a tensor on disk, or of a part of it: a contiguous part of a live tensor."""
 
-    Attributes:
-        key: key in the checkpoint.
-        shape: shape of the tensor on disk.
-        live: name in memory.
-        live_shape: shape of the tensor in memory.
-        start: first element in the flattened live tensor.
-        transpose: True if the last two axes are swapped between disk and memory.
-        whole: True for the full tensor on disk, False if memory splits a tensor that disk fuses.
-    """
-
-    key: str
-    shape: Shape
-    live: str
-    live_shape: Shape
-    start: int = 0
-    transpose: bool = False
+    key: str  # key in the checkpoint
+    shape: Shape  # shape of the tensor on disk
+    live: str  # name in memory
+    live_shape: Shape  # shape of the tensor in memory
+    start: int = 0  # first element in the flattened live tensor
+    transpose: bool = False  # True if the last two axes are swapped between disk and memory
+    # True for the full tensor on disk, False if memory splits a tensor that disk fuses
     whole: bool = True
 
     @property
@@ -58,28 +49,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A checkpoint mapped to a model.
+    """A checkpoint mapped to a model."""
 
-    Attributes:
-        slots: position in memory of every tensor on disk, in the checkpoint's order.
-        unread: shapes of the keys that the model ignores on purpose.
-        missing: shapes of the keys that the checkpoint lacks.
-        findings: missing keys, unexpected keys, shapes that differ; one line each.
-    """
-
-    slots: tuple[Slot, ...]
-    unread: Shapes
-    missing: Shapes
-    findings: tuple[str, ...]
+    slots: tuple[Slot, ...]  # position in memory of every tensor on disk, in the checkpoint's order
+    unread: Shapes  # shapes of the keys that the model ignores on purpose
+    missing: Shapes  # shapes of the keys that the checkpoint lacks
+    findings: tuple[str, ...]  # missing keys, unexpected keys, shapes that differ; one line each
 
 
 def default_layout(model: Any, shapes: Shapes | None = None) -> dict[str, Shape]:
-    """Return the keys and shapes that `save_pretrained` writes for a newly made model.
-
-    Args:
-        model: transformers model; it may be on the meta device.
-        shapes: shapes of the live tensors to convert; None for all but aliases of tied ones.
-    """
+    """Return the keys and shapes that `save_pretrained` writes for a newly made model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if shapes is None:
@@ -91,12 +70,7 @@ def default_layout(model: Any, shapes: Shapes | None = None) -> dict[str, Shape]
 
 
 def trace(model: Any, disk: Shapes) -> Mapped:
-    """Map every key of a checkpoint to its slot in the model.
-
-    Args:
-        model: transformers model; it may be on the meta device.
-        disk: shape of every tensor of the checkpoint by key, after any decoding.
-    """
+    """Map every key of a checkpoint to its slot in the model."""
     live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     transforms, strangers = _transforms(model, disk)
     findings: list[str] = []
@@ -184,11 +158,7 @@ def _missing(model: Any, live: Shapes, slots: Sequence[Slot]) -> dict[str, Shape
 
 
 def _slots(name: str, traced: Traced, live: Shapes, disk: Shapes) -> Iterator[Slot]:
-    """Yield the slots of the tensors on disk that make a live tensor.
-
-    Raises:
-        ValueError: the model has no such tensor, or a box is not contiguous in it.
-    """
+    """Yield the slots of the tensors on disk that make a live tensor."""
     if name not in live:
         raise ValueError("made by the conversion, but the model has no such tensor")
     if traced.shape != live[name]:
@@ -224,19 +194,12 @@ class UntraceableError(Exception):
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a tensor on disk inside a traced tensor; tuples are by axis of the traced tensor.
+    """A box of a tensor on disk inside a traced tensor; tuples are by axis of the traced tensor."""
 
-    Attributes:
-        key: key of the tensor on disk.
-        shape: shape of the box.
-        origin: first index of the box in the traced tensor.
-        axes: axis of the tensor on disk; None for an axis that stacking added.
-    """
-
-    key: str
-    shape: Shape
-    origin: Shape
-    axes: tuple[int | None, ...]
+    key: str  # key of the tensor on disk
+    shape: Shape  # shape of the box
+    origin: Shape  # first index of the box in the traced tensor
+    axes: tuple[int | None, ...]  # axis of the tensor on disk; None for an axis that stacking added
 
 
 class Traced:

@@ -29,25 +29,18 @@ _SHOWN = 100
 
 @dataclass(frozen=True)
 class MergeSettings:
-    """Settings of a merge.
+    """Settings of a merge."""
 
-    Attributes:
-        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
-        quantization: 4-bit settings of training, as in `Op.quantization`, for the tensors that
-            training stored in 4 bits. With "base": "dequantized" they also apply to tensors that
-            no adapter changes. None if training used no quantization.
-        quantized: keys of the tensors that training stored in 4 bits.
-        max_shard_bytes: limit of tensor data in one output file; None writes a single file.
-        base: name of the base among the inputs of the plan.
-        rounding: rounding of what the adapters change; see `rounding.py`.
-    """
-
-    dtype: str | None = None
+    dtype: str | None = None  # safetensors name for all floats; None keeps the dtype of each tensor
+    # 4-bit settings of training, as in `Op.quantization`, for the tensors that training
+    # stored in 4 bits. With "base": "dequantized" they also apply to tensors that no
+    # adapter changes. None if training used no quantization
     quantization: Mapping[str, Any] | None = None
-    quantized: frozenset[str] = frozenset()
+    quantized: frozenset[str] = frozenset()  # keys of the tensors that training stored in 4 bits
+    # Limit of tensor data in one output file; None writes a single file
     max_shard_bytes: int | None = None
-    base: str = "base"
-    rounding: Rounding = "unbiased"
+    base: str = "base"  # name of the base among the inputs of the plan
+    rounding: Rounding = "unbiased"  # rounding of what the adapters change; see `rounding.py`
 
 
 _AS_IT_IS = MergeSettings()
@@ -60,18 +53,7 @@ def plan_merge(
     adapters: Mapping[str, TensorLike],
     settings: MergeSettings = _AS_IT_IS,
 ) -> Plan:
-    """Plan a merge from headers alone.
-
-    Args:
-        base: header entries of the base checkpoint.
-        model: the base's model, described with the keys of that checkpoint.
-        changes: changes that the adapters make to the model in memory.
-        adapters: header entries of the adapters' tensors, by their names in terms.
-        settings: settings of the merge.
-
-    Raises:
-        ContractError: lists every finding on the base, the adapters and their fit.
-    """
+    """Plan a merge from headers alone."""
     merging = _Merging(base, model, changes, adapters, settings)
     # Changes with findings must not be used: their own findings are reported instead.
     ops = [] if changes.findings else list(merging.ops())
@@ -301,15 +283,11 @@ def carry(term: Term, slot: Slot, operands: Mapping[str, TensorLike]) -> Term:
 def _turned(term: Term) -> Term:
     if isinstance(term, LowRank | Dora):
         return replace(term, transpose=not term.transpose)
-    raise ValueError(f"{term.kind}: not supported on a tensor that is stored transposed")
+    raise ValueError(f"{type(term).__name__}: not supported on a tensor that is stored transposed")
 
 
 def _row(slot: Slot) -> tuple[int, int]:
-    """Return the expert whose matrix contains the part, and the part's first row in that matrix.
-
-    Raises:
-        ValueError: the part is not a block of full rows of one matrix.
-    """
+    """Return the expert whose matrix contains the part, and the part's first row in that matrix."""
     shape: Shape = (1, 1, *slot.live_shape)
     rows, columns = shape[-2:]
     row, column = divmod(slot.start, columns)

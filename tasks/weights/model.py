@@ -36,41 +36,28 @@ _SINGLE = f"{WEIGHTS}.safetensors"
 
 @dataclass(frozen=True)
 class Model:
-    """A model in memory, and one layout of its checkpoints.
+    """A model in memory, and one layout of its checkpoints."""
 
-    Attributes:
-        parameters: shape of every parameter by its name in memory; a tied one under each name.
-        modules: kind of every module, by name, in the model's order.
-        ties: name of a tied parameter -> name of the parameter that it shares.
-        transposed: modules with 3-D parameters of shape (experts, in, out).
-        input_embedding: module name; "" if there is none.
-        output_embedding: module name; "" if there is none, as in a reward model.
-        towers: parameters that no text passes, which training leaves as they are.
-        slots: position in memory of every tensor on disk.
-        tensors: every tensor that a checkpoint must contain, by key; a tied one once.
-        tied: key that a checkpoint may leave out -> key that stores the same tensor.
-        aliases: name of a tied parameter -> its key, if a checkpoint stores it separately.
-        embedding: key of the input embedding, (vocabulary, hidden).
-        quantized: keys of weights that transformers can load in 4 bits.
-        unread: keys on disk that the model ignores.
-        findings: problems of the checkpoint whose keys were given; see `Mapped`.
-    """
-
-    parameters: Shapes
-    modules: Mapping[str, str]
-    ties: Mapping[str, str]
+    parameters: Shapes  # shape of every parameter by its name in memory; a tied one under each name
+    modules: Mapping[str, str]  # kind of every module, by name, in the model's order
+    ties: Mapping[str, str]  # name of a tied parameter -> name of the parameter that it shares
+    # Modules with 3-D parameters of shape (experts, in, out)
     transposed: frozenset[str] = frozenset()
-    input_embedding: str = ""
-    output_embedding: str = ""
+    input_embedding: str = ""  # module name; "" if there is none
+    output_embedding: str = ""  # module name; "" if there is none, as in a reward model
+    # Parameters that no text passes, which training leaves as they are
     towers: tuple[str, ...] = ()
-    slots: tuple[Slot, ...] = ()
+    slots: tuple[Slot, ...] = ()  # position in memory of every tensor on disk
+    # Every tensor that a checkpoint must contain, by key; a tied one once
     tensors: tuple[Expected, ...] = ()
+    # Key that a checkpoint may leave out -> key that stores the same tensor
     tied: Mapping[str, str] = field(default_factory=dict)
+    # Name of a tied parameter -> its key, if a checkpoint stores it separately
     aliases: Mapping[str, str] = field(default_factory=dict)
-    embedding: str = ""
-    quantized: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()
+    embedding: str = ""  # key of the input embedding, (vocabulary, hidden)
+    quantized: tuple[str, ...] = ()  # keys of weights that transformers can load in 4 bits
+    unread: tuple[str, ...] = ()  # keys on disk that the model ignores
+    findings: tuple[str, ...] = ()  # problems of the checkpoint whose keys were given; see `Mapped`
 
     def partners(self, name: str) -> frozenset[str]:
         """Return all names of the parameter `name`, its own included."""
@@ -125,12 +112,7 @@ def _layout_in(folder: Path, packed: bool) -> Shapes | None:
 
 
 def facts_of(model: Any, disk: Shapes | None = None) -> Model:
-    """Describe a transformers model and a layout of its checkpoints.
-
-    Args:
-        model: `PreTrainedModel` without any wrapper; it may be on the meta device.
-        disk: shape by key of the tensors of a checkpoint; None for the layout of `save_pretrained`.
-    """
+    """Describe a transformers model and a layout of its checkpoints."""
     mapped = trace(model, default_layout(model) if disk is None else disk)
     embedding = f"{_name_of(model, model.get_input_embeddings())}.weight"
     keys = _keys_of(model, mapped, embedding)

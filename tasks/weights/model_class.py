@@ -66,9 +66,6 @@ def meta_model(folder: Path, dtype: str) -> Any:
     """Return the model that a folder's config.json describes, on the meta device.
 
     `dtype` is the torch name of the dtype of the parameters.
-
-    Raises:
-        ArtifactError: config.json is missing, or describes no usable model.
     """
     import torch
 
@@ -79,11 +76,7 @@ def meta_model(folder: Path, dtype: str) -> Any:
 
 
 def read_config(folder: Path) -> Any:
-    """Return transformers' configuration of a folder, after a check of the model's size.
-
-    Raises:
-        ArtifactError: config.json is missing, or describes no usable model.
-    """
+    """Return transformers' configuration of a folder, after a check of the model's size."""
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():

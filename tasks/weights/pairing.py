@@ -40,21 +40,12 @@ _NAMED = re.compile(
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of an adapter that changes one tensor.
+    """The part of an adapter that changes one tensor: a term, or a tensor that replaces it."""
 
-    Attributes:
-        target: live name of the tensor; its key on disk if that is a part of a live tensor.
-        keys: adapter tensors that it takes.
-        term: change of the target; its operands are plain adapter keys. None for a replacement.
-        stored: adapter key of the tensor that replaces the target; "" for none.
-        alone: True if the target is tied and only this one of its names was trained.
-    """
-
-    target: str
-    keys: tuple[str, ...]
-    term: Term | None = None
-    stored: str = ""
-    alone: bool = False
+    target: str  # live name of the tensor; its key on disk if that is a part of a live tensor
+    term: Term | None = None  # its operands are plain adapter keys
+    stored: str = ""  # adapter key of the tensor that replaces the target
+    alone: bool = False  # the target is tied and only this one of its names was trained
 
 
 class Pairing:
@@ -81,10 +72,8 @@ class Pairing:
         self._take_embeddings()
         # A wrapped layer may also store its weight as it was.
         ways = [piece for piece in self.pieces if ".base_layer." not in piece.stored]
-        for name, count in sorted(Counter(piece.target for piece in ways).items()):
-            if count > 1:
-                keys = " and ".join(min(p.keys) for p in ways if p.target == name)
-                self.findings.append(f"{name}: changed twice, by {keys}")
+        counts = Counter(piece.target for piece in ways)
+        self.findings += [f"{name}: changed twice" for name in sorted(counts) if counts[name] > 1]
 
     @property
     def unmatched(self) -> int:
@@ -93,13 +82,13 @@ class Pairing:
 
     def _take(self, target: str, shapes: Mapping[str, Shape], term: Term, *, alone: bool) -> None:
         self.wanted |= shapes
-        self.pieces.append(Piece(target, tuple(shapes), term, alone=alone))
+        self.pieces.append(Piece(target, term, alone=alone))
 
     def _take_full(self, name: str, key: str, *, alone: bool) -> None:
         """Replace a live tensor by a full tensor of the file."""
         self.wanted[key] = self.shape(name) or ()
         alone = alone and self._is_alone(name)
-        self.pieces.append(Piece(name, (key,), stored=key, alone=alone))
+        self.pieces.append(Piece(name, stored=key, alone=alone))
 
     def shape(self, name: str) -> Shape | None:
         """Return the shape of a live tensor; of a grown embedding, with the adapter's rows."""
@@ -125,12 +114,10 @@ class Pairing:
         config, name, kind = self.config, f"{module}.weight", self.model.modules[module]
         shape = self.shape(name)
         if kind not in (LINEAR, CONV1D, EMBEDDING) or shape is None or len(shape) != 2:
+            what = "a convolution" if kind == CONVOLUTION else "no linear layer or embedding"
             self.findings.append(
-                f"{module}: targeted, but a convolution, which cannot be merged here; merge the "
-                "adapter with peft's merge_and_unload, or train with it in exclude_modules"
-                if kind == CONVOLUTION
-                else f"{module}: targeted, but neither a linear layer nor an embedding: it cannot "
-                "be merged"
+                f"{module}: targeted, but {what}, which cannot be merged here; merge the adapter "
+                "with peft's merge_and_unload, or train with it in exclude_modules"
             )
             return
         prefix, rank, scale = PEFT_PREFIX + module, config.rank_of(module), config.scale_of(module)
@@ -152,9 +139,8 @@ class Pairing:
         self._take(name, shapes, term, alone=self._is_alone(name))
         if config.lora_bias and f"{module}.bias" not in self.model.parameters:
             self.findings.append(
-                f"{module}: lora_bias needs a layer with a bias, and this one has none; "
-                "serve the adapter unmerged with transformers and peft (vLLM does not support "
-                "lora_bias), or train without it"
+                f"{module}: lora_bias needs a layer with a bias, and this one has none: serve the "
+                "adapter unmerged with peft, or train without it"
             )
         elif config.lora_bias:
             key = f"{prefix}.lora_B.bias"
@@ -196,26 +182,25 @@ class Pairing:
     def _is_turned(self, module: str, name: str, pair: tuple[str, str], rank: int) -> bool:
         """Return True if A works on the second to last axis of a stack of experts, B on the last.
 
-        peft changed this twice (`ParamWrapper.update_layer`): until 0.18 it is always so; in 0.19.0
-        unless the module has `is_transposed`; since 0.19.1 if it has. If the version is not
-        recorded, the shapes decide; a square parameter fits both, which is a finding.
+        Since peft 0.19.1 that is so if the module has `is_transposed`, before it was always so
+        (`ParamWrapper.update_layer`): shapes tell, unless the parameter is square.
         """
-        is_transposed = module in self.model.transposed
-        match = _VERSION.match(self.config.peft_version)
-        if match and not (".dev" in match[4] and match.group(1, 2) in (("0", "18"), ("0", "19"))):
-            version = tuple(int(number or 0) for number in match.group(1, 2, 3))
-            return version < (0, 19) or is_transposed == (version != (0, 19, 0))
         *_, rows, columns = self.model.parameters[name]
-        if rows == columns and not is_transposed:
-            recorded = self.config.peft_version or "no version"
-            self.findings.append(
-                f"{name}: peft 0.18 and 0.19.1 lay out the factors of this square parameter "
-                f"differently, and adapter_config.json records {recorded}: write the version of "
-                'peft that trained it into adapter_config.json, e.g. "peft_version": "0.19.1"'
-            )
         shapes = [tuple(self.file[key].shape) for key in pair if key in self.file]
-        older = [(rank, rows), (columns, rank)]
-        return is_transposed or (shapes == older and rows != columns)
+        if rows != columns and shapes:
+            return shapes == [(rank, rows), (columns, rank)]
+        is_transposed = module in self.model.transposed
+        recorded = self.config.peft_version
+        match = _VERSION.match(recorded)
+        version = tuple(map(int, match.groups())) if match else (0, 0, 0)
+        if rows == columns and not is_transposed and version < (0, 19, 1):
+            self.findings.append(
+                f"{name}: peft before 0.19.1 lays out the factors of this square parameter "
+                f"differently, and adapter_config.json records {recorded or 'no version'}: if a "
+                'newer peft trained it, write "peft_version": "0.19.1" into it; else load and save '
+                "it with the current peft"
+            )
+        return is_transposed
 
     def _take_saved(self) -> set[str]:
         """Take every tensor of `modules_to_save`: modules whose name ends with one of its names."""
@@ -366,14 +351,12 @@ class Pairing:
         if EXPERT.search(key) and not any(map(EXPERT.search, keys)):
             return (
                 ": the adapter has separate experts, as in transformers 4, and the base stores "
-                "them fused: use a base that stores them separately, as published ones do; or load "
-                "the adapter with the current peft and save it again (not with rsLoRA: its scale "
-                "changes)"
+                "them fused: use a base that stores them separately, as published ones do"
             )
         return ""
 
 
-_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(.*)")
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?!\.dev)")
 
 
 def pair_by_names(

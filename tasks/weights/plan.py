@@ -5,17 +5,16 @@
     execute(plan, sources, out)     only computes; `execute/execute.py`
 
 Planning decides everything, from headers alone: the bytes, shape and dtype of every output tensor,
-and that every input tensor is used or dropped. A plan can be compared, and sent to the process that
-runs it; its JSON goes into the manifest.
+and that every input tensor is used or dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from tasks.weights.files.dtypes import ITEM_BITS, is_float
 from tasks.weights.files.reader import WEIGHTS
@@ -35,29 +34,20 @@ class LowRank:
     """`W + scale * B @ A`, or its transpose: LoRA on a linear layer, an embedding, an expert.
 
     LoRA: https://arxiv.org/abs/2106.09685, rank-stabilised scale: https://arxiv.org/abs/2312.03732.
-
-    Attributes:
-        a: lora_A, shape (rank, in).
-        b: lora_B, shape (out, rank).
-        scale: factor of the product.
-        transpose: add the product's transpose (embeddings, Conv1D).
-        a_rows: the rows of A that belong to this expert; None for all.
-        b_columns: the columns of B that belong to this expert; None for all.
-        out_start: row of the (possibly transposed) product at which the output tensor begins, if
-            it is one part of a fused tensor.
-        experts: number of experts in a 3-D output (experts, rows, columns); 1 for a matrix. In
-            peft's layout, expert `e` has the rows `e * rank ... (e + 1) * rank` of A and every
-            `experts`-th column of B from `e` on.
     """
 
-    kind: ClassVar[str] = "low_rank"
-    a: str
-    b: str
-    scale: float
-    transpose: bool = False
-    a_rows: Stride | None = None
-    b_columns: Stride | None = None
+    a: str  # lora_A, shape (rank, in)
+    b: str  # lora_B, shape (out, rank)
+    scale: float  # factor of the product
+    transpose: bool = False  # add the product's transpose (embeddings, Conv1D)
+    a_rows: Stride | None = None  # the rows of A that belong to this expert; None for all
+    b_columns: Stride | None = None  # the columns of B that belong to this expert; None for all
+    # Row of the (possibly transposed) product at which the output tensor begins, if it is
+    # one part of a fused tensor
     out_start: int = 0
+    # Number of experts in a 3-D output (experts, rows, columns); 1 for a matrix. In peft's
+    # layout, expert `e` has the rows `e * rank ... (e + 1) * rank` of A and every
+    # `experts`-th column of B from `e` on
     experts: int = 1
 
     def of_expert(self, index: int, rows_of_a: int) -> LowRank:
@@ -81,7 +71,6 @@ class Dora:
     those of `LowRank`.
     """
 
-    kind: ClassVar[str] = "dora"
     a: str
     b: str
     magnitude: str
@@ -94,7 +83,6 @@ class Dora:
 class Rows:
     """`W[indices[i]] = values[i]`: rows replaced by trained ones (trainable token indices)."""
 
-    kind: ClassVar[str] = "rows"
     values: str
     indices: tuple[int, ...]
 
@@ -103,7 +91,6 @@ class Rows:
 class Add:
     """`W + scale * value`, where `value` has the output's shape: the bias of a lora_B."""
 
-    kind: ClassVar[str] = "add"
     value: str
     scale: float
 
@@ -129,19 +116,13 @@ def operands(term: Term) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Storage of a matrix in 8 bits, as two output tensors; see `quantized/quantize.py`.
+    """Storage of a matrix in 8 bits, as two output tensors; see `quantized/quantize.py`."""
 
-    Attributes:
-        scheme: "w8a8" or "fp8".
-        part: "weight" for the 8-bit matrix, "scale" for the scale of every row, (rows, 1).
-        columns: columns of the matrix.
-        held: safetensors name of the dtype in which a loader may hold the scales.
-    """
-
-    scheme: str
+    scheme: str  # "w8a8" or "fp8"
+    # "weight" for the 8-bit matrix, "scale" for the scale of every row, (rows, 1)
     part: Literal["weight", "scale"]
-    columns: int
-    held: str = "BF16"
+    columns: int  # columns of the matrix
+    held: str = "BF16"  # safetensors name of the dtype in which a loader may hold the scales
 
 
 @dataclass(frozen=True)
@@ -149,36 +130,27 @@ class Op:
     """Operation that makes one output tensor: read, dequantise, add terms in fp32, round once.
 
     Dtypes are safetensors names.
-
-    Attributes:
-        name: key of the output tensor.
-        shape: shape of the output tensor.
-        dtype: dtype of the output tensor.
-        source: input tensor "<input>:<key>", for example "base:lm_head.weight"; a key may contain
-            colons, the name of an input may not.
-        source_dtype: dtype of the source.
-        start: first element in the flattened source, if the output is one contiguous part of a
-            fused tensor.
-        transpose: swap the last two axes of the source.
-        quantization: settings of training, as in train.json, to quantise the source to 4 bits and
-            back; None for none.
-        packed: format of a source that is stored in 4 bits, to decode it; None for none.
-        terms: changes in fp32, in order.
-        encoding: storage of the result in 8 bits; None for none.
-        unbiased: round what the adapter changes without bias (`rounding.py`), not to nearest.
     """
 
-    name: str
-    shape: Shape
-    dtype: str
+    name: str  # key of the output tensor
+    shape: Shape  # shape of the output tensor
+    dtype: str  # dtype of the output tensor
+    # Input tensor "<input>:<key>", for example "base:lm_head.weight"; a key may contain
+    # colons, the name of an input may not
     source: str
-    source_dtype: str
+    source_dtype: str  # dtype of the source
+    # First element in the flattened source, if the output is one contiguous part of a fused
+    # tensor
     start: int = 0
-    transpose: bool = False
+    transpose: bool = False  # swap the last two axes of the source
+    # Settings of training, as in train.json, to quantise the source to 4 bits and back;
+    # None for none
     quantization: Mapping[str, Any] | None = None
+    # Format of a source that is stored in 4 bits, to decode it; None for none
     packed: Mapping[str, Any] | None = None
-    terms: tuple[Term, ...] = ()
-    encoding: Encoding | None = None
+    terms: tuple[Term, ...] = ()  # changes in fp32, in order
+    encoding: Encoding | None = None  # storage of the result in 8 bits; None for none
+    # Round what the adapter changes without bias (`rounding.py`), not to nearest
     unbiased: bool = False
 
     @property
@@ -228,48 +200,25 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Plan:
-    """All operations of a gather, merge or convert, and the input tensors that are left out.
+    """All operations of a gather, merge or convert, and the input tensors that are left out."""
 
-    Attributes:
-        ops: operations, in the order in which files are filled.
-        dropped: input tensors that the output leaves out.
-        max_shard_bytes: limit of the tensor data in one output file; None writes a single file.
-        shards: number of operations per file, to keep the files of an input; `max_shard_bytes` is
-            then ignored. None fills files up to the limit.
-        untied: keys that were tied in the base and are stored separately from now on.
-        copied: keys that store a replaced tensor a second time, since they stay tied.
-        rows: rows of the embeddings if the vocabulary grew; None if it did not.
-    """
-
-    ops: tuple[Op, ...]
-    dropped: tuple[Dropped, ...] = ()
+    ops: tuple[Op, ...]  # operations, in the order in which files are filled
+    dropped: tuple[Dropped, ...] = ()  # input tensors that the output leaves out
+    # Limit of the tensor data in one output file; None writes a single file
     max_shard_bytes: int | None = None
+    # Number of operations per file, to keep the files of an input; `max_shard_bytes` is
+    # then ignored. None fills files up to the limit
     shards: tuple[int, ...] | None = None
+    # Keys that were tied in the base and are stored separately from now on
     untied: tuple[str, ...] = ()
+    # Keys that store a replaced tensor a second time, since they stay tied
     copied: tuple[str, ...] = ()
-    rows: int | None = None
+    rows: int | None = None  # rows of the embeddings if the vocabulary grew; None if it did not
 
     @property
     def nbytes(self) -> int:
         """Size of all output tensors in bytes."""
         return sum(op.nbytes for op in self.ops)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON, for a manifest."""
-
-        def term_json(term: Term) -> dict[str, Any]:
-            return {"kind": term.kind, **asdict(term)}
-
-        ops = [{**asdict(op), "terms": list(map(term_json, op.terms))} for op in self.ops]
-        return {
-            "ops": ops,
-            "dropped": [asdict(entry) for entry in self.dropped],
-            "max_shard_bytes": self.max_shard_bytes,
-            "shards": self.shards,
-            "untied": self.untied,
-            "copied": self.copied,
-            "rows": self.rows,
-        }
 
 
 ROWS = 16

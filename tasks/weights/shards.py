@@ -8,20 +8,18 @@ shapes. The slices of a parameter must cover [0, numel) exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
-from tasks.weights.execute.writer import Spec
 from tasks.weights.files.documents import parse_json, read_json
 from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.header import Header, read_header
 from tasks.weights.files.reader import weight_files
-from tasks.weights.files.source import Extent
+from tasks.weights.files.source import Extent, FullTensor, FullTensors
 
 PARTITIONS = "partitions.json"
 SHARDS = "shards"
@@ -39,42 +37,13 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Partitions:
-    """All slices of all parameters, checked for coverage; a source of full tensors.
+class Partitions(FullTensors):
+    """All parameters in training's order, from slices that were checked for coverage."""
 
-    Attributes:
-        root: folder with `partitions.json`.
-        mode: "adapter" or "full".
-        dtype: safetensors name, the same for all parameters.
-        world_size: number of ranks.
-        shapes: full shape by parameter name, in training's order.
-        slices: slices by parameter name, ascending and without gap or overlap.
-    """
-
-    root: Path
-    mode: str
-    dtype: str
+    root: Path  # folder with `partitions.json`
+    mode: str  # "adapter" or "full"
+    dtype: str  # safetensors name, the same for all parameters
     world_size: int
-    shapes: Mapping[str, tuple[int, ...]]
-    slices: Mapping[str, tuple[Slice, ...]]
-    _headers: Mapping[str, Header] = field(repr=False)
-
-    @cached_property
-    def tensors(self) -> Mapping[str, Spec]:
-        """Full shape and dtype by parameter name."""
-        return {name: Spec(name, shape, self.dtype) for name, shape in self.shapes.items()}
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the ranges of the rank files that make one parameter, in order."""
-        ranges = []
-        for piece in self.slices[name]:
-            info = self._headers[piece.file].tensors[name]
-            ranges.append(Extent(self.root / SHARDS / piece.file, info.start, info.nbytes))
-        return ranges
-
-    def checksum(self, name: str) -> str | None:
-        """Return None: no hash of a full parameter is known, because several ranks hold it."""
-        return None
 
 
 def rank_file(rank: int, world_size: int) -> str:
@@ -114,15 +83,18 @@ def read_partitions(root: Path) -> Partitions:
             details=findings[:_SHOWN],
             hint="train again: force=[train]",
         )
-    slices = {name: tuple(sorted(s for s in slices_of[name] if s.end > s.start)) for name in shapes}
-    return Partitions(root, table["mode"], dtype, world_size, shapes, slices, headers)
+
+    def extents(name: str) -> Iterator[Extent]:
+        for piece in sorted(each for each in slices_of[name] if each.end > each.start):
+            info = headers[piece.file].tensors[name]
+            yield Extent(root / SHARDS / piece.file, info.start, info.nbytes)
+
+    tensors = {n: FullTensor(shape, dtype, tuple(extents(n))) for n, shape in shapes.items()}
+    return Partitions(tensors, root, table["mode"], dtype, world_size)
 
 
 def coverage(name: str, numel: int, slices: list[Slice]) -> list[str]:
-    """Return the first gap or overlap in the slices of one parameter; empty if there is none.
-
-    Slices may be in any order; empty ones are ignored.
-    """
+    """Return the first gap or overlap in the slices of one parameter; empty if there is none."""
     at = 0
     for piece in sorted(s for s in slices if s.end > s.start):
         if piece.start > at:
@@ -132,19 +104,16 @@ def coverage(name: str, numel: int, slices: list[Slice]) -> list[str]:
         at = piece.end
     if at < numel:
         return [f"{name}: elements {at} to {numel} are in no rank's file"]
-    if at > numel:
-        return [f"{name}: has {numel} elements, but its slices end at {at}"]
-    return []
+    return [f"{name}: has {numel} elements, but its slices end at {at}"] if at > numel else []
 
 
 def _read_table(path: Path) -> dict[str, Any]:
     table = read_json(path)
+    parameters, world_size = table.get("parameters"), table.get("world_size")
     if table.get("format") != 1:
         raise ArtifactError(f"{path}: not a partition table of format 1")
-    mode, dtype, parameters = (table.get(key) for key in ("mode", "dtype", "parameters"))
-    world_size = table.get("world_size")
-    if mode not in ("adapter", "full") or not isinstance(dtype, str) or dtype not in ITEM_BITS:
-        raise ArtifactError(f"{path}: mode {mode!r} or dtype {dtype!r} is not supported")
+    if table.get("mode") not in ("adapter", "full") or str(table.get("dtype")) not in ITEM_BITS:
+        raise ArtifactError(f"{path}: its mode or dtype is not supported")
     if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
         raise ArtifactError(f"{path}: world_size {str(world_size)[:20]} is not valid")
     if not isinstance(parameters, dict) or not all(map(_has_shape, parameters.values())):

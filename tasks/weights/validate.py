@@ -2,7 +2,7 @@
 
     validate(plan, {"base": base, "adapter": adapter})
 
-After this no shape, dtype or key can fail during execution; only disks can.
+After this no key or dtype can fail during execution; only disks can.
 """
 
 from __future__ import annotations
@@ -18,16 +18,9 @@ from tasks.weights.execute.writer import require_space
 from tasks.weights.files.dtypes import ITEM_BITS, is_float
 from tasks.weights.files.source import Source, find
 from tasks.weights.plan import (
-    Add,
-    Dora,
-    LowRank,
     Op,
     Plan,
-    Rows,
     Shape,
-    Term,
-    as_slice,
-    matrix_shape,
     operands,
 )
 
@@ -46,7 +39,7 @@ def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = No
     Raises:
         ContractError: lists every finding: input tensors that are missing, of another dtype, too
             short, used twice or unused; output names planned twice; casts between dtypes that
-            cannot be cast; terms that do not fit; empty tensors.
+            cannot be cast; empty tensors.
         ArtifactError: the disk has too little space.
     """
     findings = list(plan_findings(plan, sources))
@@ -112,6 +105,13 @@ def _part_findings(name: str, numel: int, parts: Iterable[tuple[int, int, str]])
 
 
 def _op_findings(op: Op, sources: Mapping[str, Source]) -> Iterator[str]:
+    """Yield what is wrong with one operation; planners have compared the shapes of its terms."""
+    for name in (name for term in op.terms for name in operands(term)):
+        operand = find(name, sources)
+        if isinstance(operand, str):
+            yield operand
+        elif not is_float(operand.dtype):
+            yield f"{name}: {operand.dtype} is not a float dtype"
     tensor = find(op.source, sources)
     if isinstance(tensor, str):
         yield tensor
@@ -133,25 +133,10 @@ def _op_findings(op: Op, sources: Mapping[str, Source]) -> Iterator[str]:
         yield f"{op.source_dtype} cannot be cast to {op.dtype}"
     if op.terms and not is_float(op.dtype):
         yield f"{op.dtype} is not a float dtype, so nothing can be added to it"
-    if op.encoding is not None:
-        yield from _encoding_findings(op, tensor)
-    for term in op.terms:
-        yield from _term_findings(term, op.shape, sources)
-
-
-def _encoding_findings(op: Op, tensor: TensorLike) -> Iterator[str]:
-    """Check that an 8-bit matrix is read whole: its scales need all columns of a row."""
-    assert op.encoding is not None
-    columns = op.encoding.columns if op.encoding.part == "weight" else 1
-    wanted = (op.shape[0] if op.shape else 0, op.encoding.columns)
-    if tuple(tensor.shape) != wanted or op.shape != (wanted[0], columns) or op.start:
-        yield f"8 bits need a matrix of {list(wanted)}, {op.source} is {list(tensor.shape)}"
-    if not is_float(op.source_dtype):
-        yield f"{op.source_dtype} cannot be encoded in 8 bits"
 
 
 def _extent_findings(op: Op, tensor: TensorLike, source: Source) -> Iterator[str]:
-    size, wanted = prod(tensor.shape), op.start + prod(op.shape)
+    size, wanted = prod(tensor.shape), op.start + prod(op.read_shape)
     if op.start < 0 or wanted > size:
         text = f"elements {op.start} to {wanted}" if op.start else describe(op.shape, op.dtype)
         yield f"needs {text}, {op.source} is {describe(tensor.shape, tensor.dtype)}"
@@ -166,59 +151,6 @@ def _extent_findings(op: Op, tensor: TensorLike, source: Source) -> Iterator[str
 
 def _same_shape(op: Op, shape: Shape) -> bool:
     """Return True if shapes are equal after `op.transpose`, or split or merge a leading axis."""
-    wanted = (*op.shape[:-2], op.shape[-1], op.shape[-2]) if op.transpose else op.shape
+    read = op.read_shape
+    wanted = (*read[:-2], read[-1], read[-2]) if op.transpose else read
     return wanted == shape or ({len(wanted), len(shape)} == {2, 3} and wanted[-1] == shape[-1])
-
-
-def _term_findings(term: Term, shape: Shape, sources: Mapping[str, Source]) -> Iterator[str]:
-    """Yield the misfits of a term and its output tensor."""
-    shapes: dict[str, Shape] = {}
-    for name in operands(term):
-        tensor = find(name, sources)
-        if isinstance(tensor, str):
-            yield tensor
-        elif not is_float(tensor.dtype):
-            yield f"{name}: {tensor.dtype} is not a float dtype"
-        else:
-            shapes[name] = tuple(tensor.shape)
-    if len(shapes) < len(set(operands(term))):
-        return
-    if isinstance(term, LowRank):
-        yield from _low_rank(term, shape, shapes[term.a], shapes[term.b])
-    elif isinstance(term, Dora):
-        plain = LowRank(term.a, term.b, term.scale, term.transpose, out_start=term.out_start)
-        yield from _low_rank(plain, shape, shapes[term.a], shapes[term.b])
-        wanted = shapes[term.b][:1]
-        if shapes[term.magnitude] != wanted:
-            yield f"{term.magnitude}: is {list(shapes[term.magnitude])}, must be {list(wanted)}"
-    elif isinstance(term, Rows):
-        wanted = (len(term.indices), *shape[1:])
-        if shapes[term.values] != wanted or max(term.indices) >= shape[0]:
-            yield f"{term.values}: {list(shapes[term.values])} does not fit rows of {list(shape)}"
-    elif isinstance(term, Add) and shapes[term.value] != shape:
-        yield f"{term.value}: is {list(shapes[term.value])}, must be {list(shape)}"
-
-
-def _low_rank(term: LowRank, shape: Shape, a: Shape, b: Shape) -> Iterator[str]:
-    if len(a) != 2 or len(b) != 2 or len(shape) < 2:
-        yield f"{term.a} {list(a)}, {term.b} {list(b)}: not a LoRA pair for {list(shape)}"
-        return
-    rank_a = len(range(a[0])[as_slice(term.a_rows)])
-    rank_b = len(range(b[1])[as_slice(term.b_columns)])
-    if rank_a != rank_b or not rank_a:
-        yield f"{term.a} {list(a)} and {term.b} {list(b)} have ranks {rank_a} and {rank_b}"
-        return
-    if term.experts > 1 and rank_a % term.experts:
-        yield f"{term.a}: rank {rank_a} is not divisible by {term.experts} experts"
-    height, width = (a[1], b[0]) if term.transpose else (b[0], a[1])
-    rows, columns = matrix_shape(shape)
-    wanted = height * term.experts
-    if term.experts > 1:  # a stack of experts cannot be changed in parts
-        fits = term.out_start == 0 and rows == wanted
-    else:
-        fits = term.out_start >= 0 and term.out_start + rows <= wanted
-    if width != columns or not fits:
-        yield (
-            f"{term.b} {list(b)} and {term.a} {list(a)} make {[wanted, width]}, but the output "
-            f"needs rows {term.out_start} to {term.out_start + rows} of {columns} columns"
-        )

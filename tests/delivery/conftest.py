@@ -64,7 +64,7 @@ def here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
     """Run deliver in this process; check its status, and that a refusal writes nothing."""
-    from flows.delivery.command import main
+    from flows.delivery.run_delivery import main
 
     def run(*words: str, engine: str = "none", code: int = 0) -> Done:
         before = {path.name for path in tmp_path.iterdir()}

@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.audit.run import audit
-from tasks.core.errors import DataError, DriftError
-from tasks.drift.fingerprint import reward_drift
 from tests.delivery.conftest import Done
 from tests.delivery.making import TARGETS, Tensors, base_of, differing
 from tests.weights.adapters.making import quiet, save, train
@@ -117,29 +115,6 @@ def test_an_engine_scores_an_unmerged_adapter(deliver, engine, dtype, limit, tmp
     report = json.loads(Path(done.summary["stages"][-1]["artifact"], "report.json").read_text())
     assert report["engine"] == engine
     assert report["mean_difference"] < limit, report
-
-
-def test_the_distance_of_rewards_is_stated_in_the_spread_of_the_reference() -> None:
-    moved = reward_drift([1.0, 3.0, 5.0], [1.5, 3.0, 5.0])
-    unit = (8 / 3) ** 0.5
-    assert moved.unit == pytest.approx(unit)
-    assert moved.mean_difference == pytest.approx(0.5 / 3 / unit)
-    assert moved.max_difference == pytest.approx(0.5 / unit)
-    scaled = reward_drift([10.0, 30.0, 50.0], [15.0, 30.0, 50.0])
-    assert scaled.mean_difference == pytest.approx(moved.mean_difference)
-    for before, after, same_order in (
-        ([1.0, 3.0, 5.0], [1.5, 3.0, 5.0], 1),
-        ([1.0, 2.0, 3.0], [2.0, 1.0, 3.0], 2 / 3),
-        ([1.0, 2.0, 3.0], [3.0, 2.0, 1.0], 0),
-        ([1.0, 1.0, 3.0], [2.0, 1.0, 3.0], 1),  # a tie of the reference has no order to keep
-        ([1.0, 2.0, 3.0], [1.0, 1.0, 3.0], 2 / 3),
-    ):
-        assert reward_drift(before, after).same_order == pytest.approx(same_order)
-    with pytest.raises(DataError):
-        reward_drift([1.0, 1.0], [1.0, 2.0])
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(DriftError):
-            reward_drift([1.0, 2.0], [1.0, bad])
 
 
 def _eos_of_the_base(folder: Path) -> None:

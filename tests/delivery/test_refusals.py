@@ -103,7 +103,7 @@ def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
         elif where == "tensor":
             save_file({**state_of(base), ESCAPES: torch.ones(2)}, source / "model.safetensors")
         else:
-            (source / f"pytorch_model{ESCAPES}.bin").write_bytes(b"x")
+            (source / f"pytorch_model{ESCAPES}.bin").write_bytes(b"\0")
         words = [f"source={source}", *([f"base={base}"] if folder is adapter else []), "plan=true"]
         done = here(*words, code=0 if where == "file" else 2)
         assert done.output

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.files.reader import ADAPTER, Checkpoint, read_checkpoint
-from tasks.weights.plan import Add, Dora, Dropped, LowRank, Op, Plan, Rows
+from tasks.weights.plan import Add, Dora, LowRank, Op, Plan, Rows
 
 WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
 SCALE = 1.7
@@ -69,20 +68,6 @@ def make_inputs(root: Path, seed: int = 0) -> dict[str, Checkpoint]:
         "base": read_checkpoint(root / "base"),
         "adapter": read_checkpoint(root / "adapter", ADAPTER),
     }
-
-
-def plan_of(document: dict[str, Any]) -> Plan:
-    """Read the plan of a report."""
-    kinds = {kind.kind: kind for kind in (Add, Dora, LowRank, Rows)}
-
-    def fields(raw: dict[str, Any]) -> dict[str, Any]:
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k != "kind"}
-
-    ops = [
-        Op(**{**fields(op), "terms": tuple(kinds[t["kind"]](**fields(t)) for t in op["terms"])})
-        for op in document["ops"]
-    ]
-    return Plan(tuple(ops), tuple(Dropped(**entry) for entry in document["dropped"]))
 
 
 def pair(name: str, **settings: object) -> LowRank:

@@ -17,14 +17,11 @@ from tasks.core.errors import ArtifactError, ConfigError, ContractError
 from tasks.drift.fingerprint import PROFILES
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef
-from tasks.merge import ADAPTER_INPUT, BASE_INPUT, choose_mode
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.lora import read_adapter
 from tasks.weights.proof import recompute, recomputed_check
 from tests.weights.families.making import merged_as_trained, merged_by_peft
-from tests.weights.making import NF4, failed, measure_here, merged, state_of
-from tests.weights.plans import plan_of
+from tests.weights.making import failed, measure_here, merged, planned, state_of
 
 STANDARD = PROFILES["standard"]
 Tensors = dict[str, torch.Tensor]
@@ -112,17 +109,14 @@ def test_planted_faults_are_found(request: pytest.FixtureRequest, out: Path, fau
     if "mixture" in fault:
         names = ["mixture", "mixture_adapter", "mixture_run"]
     artifact, adapter, run = map(request.getfixturevalue, names)
-    report = merged(out, adapter, artifact.path, run)
+    merged(out, adapter, artifact.path, run)
     right = state_of(out)
     spoiled = right | _spoil(fault, state_of(artifact.path), right)
     for path in out.glob("model*"):
         path.unlink()
     save_file(spoiled, out / "model.safetensors", metadata={"format": "pt"})
-    sources = {
-        BASE_INPUT: read_checkpoint(artifact.path),
-        ADAPTER_INPUT: read_adapter(adapter).tensors,
-    }
-    rows = recompute(plan_of(report.notes["plan"]), sources, read_checkpoint(out))
+    plan = planned(adapter, artifact.path)
+    rows = recompute(plan.plan, plan.sources, read_checkpoint(out))
     _, checks = Measuring(measure_here, adapter, STANDARD).take(ModelRef(out), out)
     finders = {"rows": recomputed_check(rows), "drift": checks[0], "share": checks[1]}
     assert {name for name, check in finders.items() if not check.ok} == FAULTS[fault]
@@ -131,11 +125,9 @@ def test_planted_faults_are_found(request: pytest.FixtureRequest, out: Path, fau
 def test_inputs_that_do_not_fit_write_nothing(
     llama, qwen: Artifact, lora_adapter, lora_run, out, tmp_path
 ) -> None:
-    assert choose_mode("auto", None) == choose_mode("original", NF4) == "original"
-    assert choose_mode("auto", NF4) == "dequantized"
-    for setting in ("dequantized", "origina"):
-        with pytest.raises(ConfigError, match=setting):
-            choose_mode(setting, None)
+    for mode in ("dequantized", "origina"):
+        with pytest.raises(ConfigError, match=mode):
+            merged(out, lora_adapter, llama.path, lora_run, base_mode=mode)
     with pytest.raises(ArtifactError, match="base"):
         merged(out, lora_adapter, qwen.path, lora_run)
 

@@ -25,7 +25,7 @@ def not_gathered(source: Source) -> Iterator[Fault]:
     """The partitions of every rank, complete, in place of a model or beside its saved weights."""
     read, root, place = source.once(_read), source.folder.root, ""
     if isinstance(read, Partitions):
-        text = f"{read.world_size} ranks, {len(read.shapes)} tensors, {read.mode}"
+        text = f"{read.world_size} ranks, {len(read.tensors)} tensors, {read.mode}"
         has_base = read.mode == "adapter"
     elif isinstance(read, ZeroCheckpoint | DistributedCheckpoint):
         text = f"{len(read.trained)} trained tensors"

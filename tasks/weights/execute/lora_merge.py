@@ -76,6 +76,7 @@ def fold(
     base: NDArray[np.uint16] = np.empty((largest, columns), np.uint16)
     out: NDArray[np.uint16] = np.empty((largest, columns), np.uint16)
     a_info, b_info = (info_of(name, sources) for name in (term.a, term.b))
+    assert a_info.shape == (b_info.shape[1], columns), "the kernel reads memory by these sizes"
     with Reader(extents_of(term.a, sources)) as reader:
         # bf16 stays 16-bit words, which the kernel widens.
         raw = reader.read()

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -222,29 +221,3 @@ def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
     assert [op.name for op in plan.ops if op.input == "base"] == (
         bias if family == "deepseek_v3" else []
     )
-
-
-def _trained(base: Path) -> dict[str, Any]:
-    return {
-        name: TensorInfo(tuple(tensor.shape), "F32", 0, 0)
-        for name, tensor in load(base).named_parameters()
-    }
-
-
-def test_frozen_parameters_come_from_the_base_when_asked(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "mixtral", tied=False)
-    trained = {name: info for name, info in _trained(base).items() if "layers.1" in name}
-    weights = read_checkpoint(base)
-    plan = plan_full(trained, model_facts(base), base=weights.tensors, frozen=True)
-    assert {op.name for op in plan.ops} == set(weights.tensors)
-    assert {op.input for op in plan.ops if "layers.1" in op.name} == {"trained"}
-
-
-def test_a_stored_copy_of_a_tied_head_is_written_too(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "qwen2", tied=True)
-    state = state_of(base)
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
-    plan = plan_full(_trained(base), model_facts(base))
-    sources = {op.name: op.source for op in plan.ops}
-    assert sources["lm_head.weight"] == "trained:model.embed_tokens.weight"

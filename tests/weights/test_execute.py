@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
@@ -23,7 +22,6 @@ from tasks.weights.execute import execute as executing
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.writer import Spec, plan_shards, shard_file, shard_names
-from tasks.weights.files import source as extents
 from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.header import read_header
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
@@ -86,15 +84,6 @@ def test_workers_and_blocks_change_no_byte(inputs, tmp_path, monkeypatch, shard)
         assert _wrong(out) == []
         sums.append({name: text for name, text in done.checksums.items() if name not in LOOSE})
     assert all(each == sums[0] for each in sums)
-
-
-def test_where_the_kernel_cannot_copy_python_does(inputs, out, monkeypatch) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    monkeypatch.setattr(extents.os, "copy_file_range", refuse)
-    _run(make_plan(), inputs, out)
-    assert _wrong(out) == []
 
 
 def test_hashes_of_a_manifest_are_trusted_only_while_they_can_be_right(

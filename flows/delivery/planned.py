@@ -1,0 +1,343 @@
+"""Plan a delivery: read SOURCE and base, decide, and refuse what cannot work. Writes nothing.
+
+delivery = prepare_delivery(composed)
+print(*delivery.lines(), *delivery.plan_lines(), sep="\\n")
+DeliveryStages(delivery, mechanism, scorer).to_served()      # stages.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from flows.cli.composed import Composed
+from flows.report.card import delivery_card
+from tasks.audit.run import Report
+from tasks.config.checks import preflight
+from tasks.config.checks.machine import smoke_engine
+from tasks.config.checks.release import (
+    hub,
+    prefect_reachable,
+    quantizing,
+    reachable,
+    signing,
+)
+from tasks.core.errors import ConfigError, PlumblineError, first_and_more
+from tasks.core.terminal import typed
+from tasks.delivery import examination
+from tasks.delivery.base import (
+    COMPARE,
+    BaseChoice,
+    attention_of,
+    base_mismatch_of,
+    base_missing,
+    choose_base,
+    equals_base,
+    find_base,
+    undecided,
+    value_findings,
+)
+from tasks.delivery.folders import out_findings, put
+from tasks.delivery.plan import Request, Target, Work, describe_plan, megabytes, prepare
+from tasks.delivery.reference import PROBE_TOKENS, SHORTEST
+from tasks.delivery.source import Given, Weighted, given_adapters, weights_of
+from tasks.delivery.stages import Tokens, find_tokens, side_findings
+from tasks.drift.witness import Witness, find_witness
+from tasks.pipeline.artifact import CARD, remember
+from tasks.pipeline.report import StageResult
+from tasks.pipeline.signature import key_file
+from tasks.release.model_card import beside
+from tasks.serving.vllm.job import HEADROOM
+from tasks.weights.execute.worker import perform
+from tasks.weights.execute.writer import parse_size, require_space
+from tasks.weights.files.dtypes import check_dtype
+from tasks.weights.files.side_files import require_own_files
+from tasks.weights.quantized.quantize import GGUF, quantized_size
+
+_NOT_COMPARED = (
+    "the base was not compared: with base=<folder> a model that equals its base is refused"
+)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A planned and checked delivery."""
+
+    settings: dict[str, Any]
+    runs: Path  # `paths.runs`
+    given: Given  # SOURCE, or the first of several adapters
+    adapters: tuple[Weighted, ...]  # with their weights; empty if SOURCE is no adapter
+    base: Path | None  # None if none is needed
+    out: Path
+    work: Work
+    tokens: Tokens
+    choice: BaseChoice  # the base that an adapter is merged into, and the reason
+    attention: str  # transformers' name of the attention implementation for measurements
+    reports: tuple[Report, ...] = ()  # audits of SOURCE, or of each adapter
+    warnings: tuple[str, ...] = ()  # facts that could not be checked
+
+    @property
+    def engine(self) -> str | None:
+        """Engine that serves the model for the smoke test; None for no smoke test."""
+        name = self.settings["smoke"]["engine"]
+        return None if name == "none" else str(name)
+
+    @property
+    def store(self) -> Path:
+        """Folder of the published artifacts."""
+        return self.runs / "artifacts"
+
+    @property
+    def dtype(self) -> str:
+        """Torch name of the dtype in which the model of SOURCE is measured."""
+        return str(self.work.config.get("dtype") or self.settings["convert"]["dtype"])
+
+    @property
+    def probe_tokens(self) -> int:
+        """Length limit of a probe text in tokens, from the model's context and vLLM's limit."""
+        config, settings = self.work.config, self.settings["smoke"]
+        text = config.get("text_config") or config
+        context = text.get("max_position_embeddings") or text.get("n_positions") or PROBE_TOKENS * 2
+        room = settings["max_model_len"] or context - HEADROOM
+        return max(SHORTEST, min(PROBE_TOKENS, room - settings["greedy_tokens"]))
+
+    @cached_property
+    def witness(self) -> Witness | None:
+        """Record of the live model in SOURCE; of several adapters none describes the result."""
+        return find_witness(self.given.root) if len(self.adapters) <= 1 else None
+
+    @property
+    def inputs(self) -> list[Path]:
+        """Folders whose files become part of the served model."""
+        adapters = [adapter.given.root for adapter in self.adapters]
+        roots = [self.given.root, *adapters, self.tokens.folder]
+        return [*roots, *([self.base] if self.base is not None else [])]
+
+    def put(self, served: StageResult, results: Sequence[StageResult], command: str) -> None:
+        """Place the served artifact at OUT, with a model card, and sign it there."""
+        root = self.given.root
+        text = delivery_card(results, served.artifact, root, self.base, command)
+        key = key_file(self.settings["register"]["sign"])
+        put(served.artifact, self.out, key, beside(text, root / CARD))
+        for result in results:  # hard links changed ctimes
+            remember(result.artifact, self.store / ".seen")
+
+    def lines(self) -> Iterator[str]:
+        """Yield the plan's lines about SOURCE, base, OUT and the choices that were made."""
+        weights = weights_of(self.adapters).values()
+        for adapter, weight in zip(self.adapters, weights, strict=False):
+            yield f"adapter: {weight:g} x {adapter.given.line()}"
+        if not weights:
+            yield f"source: {self.given.line()}"
+        if (witness := self.witness) is not None:
+            yield f"witness: {witness.line()}"
+        if self.base is not None:
+            yield f"base: {self.base}"
+        yield f"out: {self.out}"
+        if self.work.merge is not None:
+            through = self.choice.quantization
+            bits = f", {through['type']}" if through is not None else ""
+            yield f"merge into: the {self.choice.mode} base{bits} ({self.choice.reason})"
+        if (scheme := self.settings["convert"]["quantize"]) != "none":
+            what = "all weights" if scheme.startswith(GGUF) else "linear layers"
+            yield f"quantize: {what} to {scheme}, in OUT; the model in 16 bits is kept"
+        yield f"smoke test: {self.engine or 'none'}"
+        if self.settings["register"]["sign"] is not None:
+            yield f"sign: with {self.settings['register']['sign']}"
+        if self.settings["push"] is not None:
+            yield f"push: to {self.settings['push']}, if every check passes"
+        yield from examination.lines(self.reports)
+        yield from (f"warning: {warning}" for warning in self.warnings)
+
+    def plan_lines(self) -> Iterator[str]:
+        """Yield a short line about the plan of each stage that writes weights."""
+        for name, plan in (("gather", self.work.gather), ("merge", self.work.merge)):
+            if plan is not None:
+                yield f"  {name}: " + "; ".join(describe_plan(plan))
+        model, scheme = self.work.model, self.settings["convert"]["quantize"]
+        if self.work.converts:
+            yield "  convert: " + "; ".join(describe_plan(model))
+        yield f"  served: {len(model.ops)} tensors, {megabytes(model.nbytes)}"
+        if scheme != "none":
+            shapes = {op.name: op.shape for op in model.ops}
+            linear = sum(prod(shapes[name]) for name in self.work.facts.quantized)
+            size = quantized_size(model.nbytes, linear, self.settings["convert"])
+            yield f"  quantized: {scheme}, {megabytes(size)}"
+
+
+def prepare_delivery(composed: Composed) -> Delivery:
+    """Read SOURCE and base, plan, and run all checks that need no written file."""
+    try:
+        return _prepare(composed)
+    except ConfigError:
+        raise
+    except PlumblineError as error:
+        raise ConfigError(error.message, details=error.details, hint=error.hint) from error
+
+
+def _prepare(composed: Composed) -> Delivery:
+    settings, store = composed.settings, composed.runs / "artifacts"
+    smoke, convert, tracking = settings["smoke"], settings["convert"], settings["tracking"]
+    measured = smoke["engine"] != "none"
+    preflight(
+        [
+            *reachable(tracking["uri"]),
+            *(prefect_reachable() if measured else ()),
+            *signing(settings["register"]),
+            *hub(settings["push"], smoke["engine"]),
+        ]
+    )
+    target = Target(check_dtype(convert["dtype"]), parse_size(convert["max_shard_size"]))
+    given, adapters = given_adapters(settings["source"], settings["adapters"])
+    sources = [adapter.given for adapter in adapters] or [given]
+    base, check_base = find_base(given, settings["base"], store), bool(settings["check_base"])
+    if base is not None:
+        require_own_files(base)
+        if check_base:
+            examination.require_base(base, whole=not settings["plan"])
+    reports = examination.examine(
+        [source.root for source in sources],
+        base if given.kind != "model" else None,
+        check_base=check_base,
+    )
+    warnings: list[str] = []
+    for source in sources:
+        warnings += _check_base(source, base, store, check_base=check_base)
+    out = _folder(settings["out"])
+    inputs = [*(source.root for source in sources), *([base] if base is not None else [])]
+    if findings := list(out_findings(out, inputs=inputs, expected=None, overwrite=True)):
+        raise ConfigError(first_and_more(findings), details=findings, hint="out=<another folder>")
+    choice = _choose_base(sources, base, settings["merge"], store)
+    config = settings["adapter_config"]
+    request = Request(
+        given,
+        base,
+        target,
+        choice.quantization,
+        _folder(config) if config else None,
+        perform,
+        tuple(adapters),
+        settings["merge"]["rounding"],
+    )
+    work = prepare(request)
+    refused = quantizing(convert, work.config, is_reward=work.is_reward, engine=smoke["engine"])
+    preflight(list(refused))
+    if work.merge is None:
+        choice = BaseChoice("")
+    elif not choice.mode and settings["merge"]["base"] != COMPARE:
+        raise undecided(given, choice)  # a DeepSpeed checkpoint that turned out to be an adapter
+    folders = [folder for source in sources for folder in _token_folders(source)]
+    tokens = find_tokens([*folders, *([base] if base is not None else [])])
+    if findings := list(side_findings(work, tokens)):
+        raise ConfigError(
+            f"tokenizer and model do not fit: {first_and_more(findings)}",
+            details=findings,
+            hint="put the tokenizer that belongs to the model into SOURCE's folder",
+        )
+    warnings += examination.require_own_ids(tokens.folder)
+    attention, unable = attention_of(given, store)
+    if measured:
+        _require_measurable(work, smoke["engine"])
+        warnings += [unable] if unable else []
+    for folder in {_existing(composed.runs), _existing(out)}:
+        require_space(folder, work.model.nbytes)
+    return Delivery(
+        settings,
+        composed.runs,
+        given,
+        tuple(adapters),
+        None if work.converts else base,  # convert alone needs the base only for its tokenizer
+        out,
+        work,
+        tokens,
+        choice,
+        attention,
+        reports,
+        (*warnings, *choice.warnings),
+    )
+
+
+def _require_measurable(work: Work, engine: str) -> None:
+    preflight(list(smoke_engine(engine, is_reward=work.is_reward)))
+    if not (work.is_causal or work.is_reward):
+        names = ", ".join(work.config.get("architectures") or ["no class"])
+        raise ConfigError(
+            f"smoke.engine={engine}: only causal language models and reward models are measured "
+            f"here, this is {names}",
+            hint="smoke.engine=none",
+        )
+
+
+def _check_base(given: Given, base: Path | None, store: Path, *, check_base: bool) -> list[str]:
+    """Raise ConfigError for a base that SOURCE was not trained on. Returns warnings.
+
+    With `check_base=false` the reasons for a refusal are returned as warnings.
+    """
+    if base is None:
+        if given.kind == "adapter":
+            raise base_missing(given)
+        return [_NOT_COMPARED] if given.kind == "model" else []
+    if given.kind == "model" and check_base and equals_base(given, base):
+        raise ConfigError(
+            f"source={given.root}: every tensor is that of base={base}, bit for bit: nothing was "
+            "merged into it",
+            # where verl's merger leaves an adapter
+            details=[
+                f"an adapter lies in {path.parent}"
+                for path in sorted(given.root.glob("*/adapter_config.json"))
+            ],
+            hint=f"source=<the adapter> {typed('base', base)}; check_base=false delivers it all "
+            "the same",
+        )
+    wrong = base_mismatch_of(given, base, store)
+    findings = [wrong] if wrong else []
+    if given.kind == "model":
+        findings += value_findings(given, base)
+    if findings and check_base:
+        raise ConfigError(
+            f"wrong base: {first_and_more(findings)}",
+            details=findings,
+            hint="base=<the base that was trained>; check_base=false takes this one all the same",
+        )
+    return findings
+
+
+def _choose_base(
+    sources: list[Given], base: Path | None, merge: Mapping[str, Any], store: Path
+) -> BaseChoice:
+    """Choose the base to merge into, the same for all adapters. Raises ConfigError."""
+    choices = [choose_base(source, base, merge, store) for source in sources]
+    for source, choice in zip(sources, choices, strict=True):
+        if source.kind == "adapter" and not choice.mode and merge["base"] != COMPARE:
+            raise undecided(source, choice)
+    first = choices[0]
+    if any((each.mode, each.quantization) != (first.mode, first.quantization) for each in choices):
+        raise ConfigError(
+            "adapters: they were trained on the base in different precisions",
+            details=[
+                f"{source.root}: {choice.mode}, {choice.quantization} ({choice.reason})"
+                for source, choice in zip(sources, choices, strict=True)
+            ],
+            hint="deliver one of them, and the other into what came out: base=<the first OUT> "
+            "check_base=false",
+        )
+    return first
+
+
+def _token_folders(given: Given) -> list[Path]:
+    """Return the folders that may hold a tokenizer, the best one first."""
+    inside = [given.root / "tokenizer"] if given.kind == "shards" else []
+    above = [given.root.parent] if given.kind in ("deepspeed", "distributed") else []
+    return [*inside, given.root, *above]
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())

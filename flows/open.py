@@ -26,9 +26,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from flows.cli.composed import Composed
+from flows.cli.output import no_folder
 from flows.servers.api import Api
 from flows.servers.services import LOOPBACK, record_of, running_server, runs_page, services_of
 from tasks.core.errors import ConfigError
+from tasks.core.finding import preflight
 from tasks.core.terminal import to_stderr
 from tasks.process.child import PROJECT
 
@@ -38,8 +40,7 @@ SERVICES = "infra.servers.services"
 def job(composed: Composed, words: list[str]) -> int:
     """Run the command. Returns the exit status."""
     runs = composed.runs
-    if not runs.is_dir():
-        raise ConfigError(f"paths.runs={runs}: no such folder", hint="paths.runs=<folder of runs>")
+    preflight(list(no_folder("paths.runs", str(runs))))
     if not running_server(runs) and (status := _start(runs)):
         return status
     shown = dict(_pages(runs))

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from rich.console import Console
@@ -32,22 +32,24 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.cli.composed import Composed
+from flows.cli.output import no_folder
 from flows.monitoring.run_history import RunState, history
 from flows.monitoring.run_record import StageState
-from tasks.core.errors import ConfigError
+from tasks.core.finding import preflight
 from tasks.core.terminal import plain
 
 WIDTH = 100
 """Columns of the table if standard output is no terminal."""
 SHOWN = ("loss", "reward", "kl")
 """Numbers of a step that the table shows."""
+SPEEDS = ("tokens_per_s", "tokens_per_s/update", "tokens_per_s/generate")
+"""Tokens per second of a step: of training, else of an update, else of rollouts."""
 
 
 def job(composed: Composed, words: list[str]) -> int:
     """Run the command. Returns the exit status."""
     runs, limit = composed.runs, composed.settings["limit"]
-    if not runs.is_dir():
-        raise ConfigError(f"paths.runs={runs}: no such folder", hint="paths.runs=<folder of runs>")
+    preflight(list(no_folder("paths.runs", str(runs))))
     states = history(runs)
     running = [state for state in states if state.state == "running"]
     ended = [state for state in states if state.state != "running"]
@@ -95,25 +97,19 @@ def _row(state: RunState) -> list[str]:
     status = f" ({state.exit_status})" if state.exit_status is not None else ""
     numbers = trained.numbers if trained else {}
     last = [f"{name} {numbers[name]:.4g}" for name in SHOWN if name in numbers]
-    speed = _tokens_per_s(trained) if trained else None
+    speed = next((numbers[name] for name in SPEEDS if name in numbers), None)
     left = stage.seconds_left if stage and state.state == "running" else None
     return [
-        _time(state.started),
+        f"{datetime.fromtimestamp(state.started):%m-%d %H:%M}" if state.started else "",
         _short(state),
         f"{state.flow} {state.exp}".strip(),
         f"{state.state}{status}",
         _place(stage or (trained if state.state != "completed" else None)),
         ", ".join(last[:2]),
         "" if speed is None else f"{speed:,.0f}",
-        "" if left is None else in_time(left),
-        "" if state.seconds is None else in_time(state.seconds),
+        "" if left is None else str(timedelta(seconds=int(left))),
+        "" if state.seconds is None else str(timedelta(seconds=int(state.seconds))),
     ]
-
-
-def _tokens_per_s(stage: StageState) -> float | None:
-    """Return the tokens per second of a step: of training, else of an update, else of rollouts."""
-    names = ("tokens_per_s", "tokens_per_s/update", "tokens_per_s/generate")
-    return next((stage.numbers[name] for name in names if name in stage.numbers), None)
 
 
 def _place(stage: StageState | None) -> str:
@@ -129,22 +125,3 @@ def _short(state: RunState) -> str:
 
 def _style(state: RunState) -> str:
     return {"running": "bold", "completed": ""}.get(state.state, "red")
-
-
-def _time(seconds: float | None) -> str:
-    try:
-        return f"{datetime.fromtimestamp(seconds or 0.0):%m-%d %H:%M}" if seconds else ""
-    except (ValueError, OverflowError, OSError):
-        return ""
-
-
-def in_time(seconds: float) -> str:
-    """Return a duration in at most six characters, such as `42s`, `12m`, `3h05m`, `12d`."""
-    whole = int(seconds)
-    if whole < 100:
-        return f"{whole}s"
-    if whole < 6000:
-        return f"{whole // 60}m"
-    if whole < 100 * 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d"

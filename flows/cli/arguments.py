@@ -105,15 +105,6 @@ def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     return [o for o in overrides if not _FOR_STEP.fullmatch(o)], by_step
 
 
-def repeated(overrides: Sequence[str]) -> list[str]:
-    """Return the keys that are set twice to different values; Hydra takes the last one."""
-    values: dict[str, set[str]] = {}
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        values.setdefault(key, set()).add(value)
-    return [key for key, several in values.items() if len(several) > 1]
-
-
 def _is_source(word: str, names: Vocabulary, overrides: Sequence[str]) -> bool:
     """Return True for the folder of `deliver DIR`, which may have an equals sign in its name."""
     named = any(o.startswith(("source=", "adapters=")) for o in overrides)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
 from tasks.core.disk import is_full
 from tasks.core.errors import PlumblineError
-from tasks.core.redaction import redact
 from tasks.core.terminal import clean_logging
 
 QUIET = {
@@ -45,6 +43,7 @@ CACHES = {
     "XDG_CONFIG_HOME": "xdg/config",
 }
 
+_FAILED = "Finished in state Failed"
 _set_here: set[str] = set()
 
 
@@ -110,41 +109,22 @@ def stay_off_proxies() -> None:
 
 
 def quiet_logging() -> None:
-    """Clean messages, shorten tracebacks of failed runs, and silence requests to the server."""
+    """Clean messages, and leave out reports of errors and requests to the server."""
     clean_logging()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # MLflow logs tracebacks of its database. Its outbox reports the error, in one line.
     logging.getLogger("mlflow.store.db.utils").addFilter(_nothing)
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, ShortTracebacks) for known in logger.filters):
-            logger.addFilter(ShortTracebacks())
+        logging.getLogger(name).addFilter(_without_reports)
 
 
 def _nothing(_: logging.LogRecord) -> bool:
     return False
 
 
-_FAILED = "Finished in state Failed"
-
-
-class ShortTracebacks(logging.Filter):
-    """Remove Prefect's own frames from tracebacks, and all but the report of an error of ours."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if str(record.msg).startswith(_FAILED):
-            record.msg = _FAILED  # the report is printed or logged once, with its line breaks
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, PlumblineError):
-            return False
-        if is_full(error):  # its report is printed at the end; a traceback explains nothing more
-            record.exc_info = record.exc_text = None
-        elif error is not None:
-            frames = [
-                frame
-                for frame in traceback.extract_tb(error.__traceback__)
-                if "/site-packages/prefect/" not in frame.filename
-            ]
-            lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-            record.exc_text = redact("".join(["Traceback (ours only):\n", *lines]).rstrip())
-        return True
+def _without_reports(record: logging.LogRecord) -> bool:
+    """Leave out the traceback of an error whose report is printed once, at the end."""
+    if str(record.msg).startswith(_FAILED):
+        record.msg = _FAILED
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, PlumblineError) and not is_full(error)

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flows.cli.arguments import Arguments, read, repeated
+from flows.cli.arguments import Arguments, read
 from flows.cli.composed import Composed, hide_variables_of, report, run_job
 from flows.cli.config import (
     compose_config,
@@ -37,7 +37,7 @@ from flows.cli.usage import brief, full
 from flows.cli.vocabulary import CONF
 from tasks.core.errors import PlumblineError
 from tasks.core.redaction import hide_interpolated, redact, redacted
-from tasks.core.terminal import plain, to_stderr
+from tasks.core.terminal import plain
 
 Job = Callable[[Composed, list[str]], int]
 _RAISE = "HYDRA_FULL_ERROR"
@@ -73,8 +73,6 @@ def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -
             raise config_error(problems)
     except PlumblineError as error:
         return report(error)
-    for key in repeated([*arguments.overrides, *arguments.for_steps]):
-        to_stderr(f"warning: {key} is set twice; the last value is taken")
     return _hydra(config_name, job, arguments)
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
+from flows.cli.output import folder, no_folder
 from tasks.config.checks.release import public_key, reachable
 from tasks.core.errors import ConfigError
-from tasks.core.files import meant
 from tasks.core.finding import preflight
 from tasks.core.redaction import redact
 from tasks.pipeline.artifact import Artifact
@@ -88,11 +88,8 @@ def named(composed: Composed) -> tuple[Path, Version | None]:
         with registry(composed) as server:
             version = find(server.versions(), name)
         return Path(version.path), version
-    folder = Path(name).expanduser().absolute()
-    if not folder.is_dir():
-        hint = meant(folder) or f"{SCHEME}<model>/<number>, or a served folder"
-        raise ConfigError(f"{name}: no such folder", hint=hint)
-    return folder, None
+    preflight(list(no_folder("source", name)))
+    return folder(name), None
 
 
 def verified(composed: Composed, folder: Path, version: Version | None) -> Artifact:

@@ -33,7 +33,7 @@ from flows.cli.vocabulary import VALUE, Vocabulary
 from tasks.config import tools
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import with_passwords
-from tasks.core.terminal import to_stderr, typed
+from tasks.core.terminal import typed
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,6 @@ def _settings(words: Sequence[str], names: Vocabulary) -> tuple[list[str], list[
     for word in words:
         key, equals, value = word.partition("=")
         if equals and names.has(key) and not names.is_section(key):
-            if pairs.get(key, value) != value:
-                to_stderr(f"warning: {key} is set twice; the last value is taken")
             pairs[key] = value
         elif equals and not word.startswith("-") and not os.path.exists(word):
             problems.append(unknown_key(key, f"command line: {word}", names, value))

@@ -60,19 +60,25 @@ class Convert(Section):
 
 
 @dataclass(frozen=True)
-class Smoke(Section):
-    """The test of the served model."""
+class Served(Section):
+    """The engine of a test of the served model."""
 
-    engine: SmokeEngine = "vllm"  # loads the served model; server: `vllm serve`, over HTTP
     greedy_tokens: Count = 5  # first greedy tokens that have to equal transformers'
-    max_new_tokens: Count = COMPUTED  # default 512, or a quarter of the model's context
-    eval_samples: Natural = 200  # held-out rows that are evaluated
     kv_cache_gib: Count = 1  # GiB of KV cache, on CPU
     max_model_len: Count | None = None  # tokens; null: what the prompts need
     timeout_s: Positive | None = None  # seconds for the whole test; null: by the weights' size
+    threads: Count | None = None  # CPU threads
+
+
+@dataclass(frozen=True)
+class Smoke(Served):
+    """The test of the served model."""
+
+    engine: SmokeEngine = "vllm"  # loads the served model; server: `vllm serve`, over HTTP
+    max_new_tokens: Count = COMPUTED  # default 512, or a quarter of the model's context
+    eval_samples: Natural = 200  # held-out rows that are evaluated
     min_stop_rate: Share = 0.9  # share of responses that end by themselves, at least
     max_degenerate_rate: Share = 0.02  # share caught in a loop, at most, or as before training
-    threads: Count | None = None  # CPU threads
     tensor_parallel: Count = 1  # processes that share the model, each on a GPU of its own
 
 
@@ -135,28 +141,30 @@ class Paths(Section):
 
 
 @dataclass(frozen=True)
-class Timeouts(Section):
-    """Time limits of stages, in seconds. Others have one of their own: train, smoke."""
+class HandOffTimeouts(Section):
+    """Time limits of the stages after training, in seconds; null: no limit."""
 
-    prepare_data_s: Positive | None = None  # seconds for reading the data; null: no limit
-    prepare_base_s: Positive | None = None  # seconds for the base; null: no limit
-    rollout_base_s: Positive | None = None  # seconds for the base of rollouts; null: no limit
-    gather_s: Positive | None = None  # seconds for joining the partitions; null: no limit
-    merge_s: Positive | None = None  # seconds for the merge; null: no limit
-    convert_s: Positive | None = None  # seconds for the served files; null: no limit
-    quantize_s: Positive | None = None  # seconds for the quantised files; null: no limit
-    lm_eval_s: Positive | None = None  # seconds for lm-evaluation-harness; null: no limit
+    gather_s: Positive | None = None  # joining the partitions
+    merge_s: Positive | None = None  # the merge
+    convert_s: Positive | None = None  # the served files
+    quantize_s: Positive | None = None  # the quantised files
 
 
 @dataclass(frozen=True)
-class DeliverTimeouts(Section):
-    """Time limits of stages, in seconds. The test of the served model has smoke.timeout_s."""
+class Timeouts(HandOffTimeouts):
+    """Time limits of stages, in seconds; null: none. train and smoke have one of their own."""
 
-    gather_s: Positive | None = None  # seconds for joining the partitions; null: no limit
-    reference_s: Positive | None = None  # seconds for the first fingerprint; null: half an hour
-    merge_s: Positive | None = None  # seconds for the merge; null: no limit
-    convert_s: Positive | None = None  # seconds for the served files; null: no limit
-    quantize_s: Positive | None = None  # seconds for the quantised files; null: no limit
+    prepare_data_s: Positive | None = None  # reading the data
+    prepare_base_s: Positive | None = None  # the base
+    rollout_base_s: Positive | None = None  # the base of rollouts
+    lm_eval_s: Positive | None = None  # lm-evaluation-harness
+
+
+@dataclass(frozen=True)
+class DeliverTimeouts(HandOffTimeouts):
+    """Time limits of stages, in seconds; null: none. The test has smoke.timeout_s."""
+
+    reference_s: Positive | None = None  # the first fingerprint; null: half an hour
 
 
 BaseMode = Literal["auto", "dequantized", "original", "compare"]
@@ -181,17 +189,12 @@ class DeliverMerge(Section):
 
 
 @dataclass(frozen=True)
-class DeliverSmoke(Section):
+class DeliverSmoke(Served):
     """The test of the served model."""
 
     engine: DeliverEngine = "vllm"  # server: `vllm serve`, over HTTP; none: no test, no Prefect
     probes: Count = 32  # texts that the fingerprints are taken on
     texts: str | None = None  # file, one text per line; null: built-in ones
-    greedy_tokens: Count = 5  # first greedy tokens that have to equal transformers'
-    kv_cache_gib: Count = 1  # GiB of KV cache, on CPU
-    max_model_len: Count | None = None  # tokens; null: what the probes need
-    timeout_s: Positive | None = None  # seconds for the whole test; null: by the weights' size
-    threads: Count | None = None  # CPU threads
     profile: Profile = "standard"  # drift limits
 
 

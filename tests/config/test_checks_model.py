@@ -56,7 +56,7 @@ def test_every_fault_of_a_model_folder_is_reported(folder: Path) -> None:
     config, tokenizer, tensor = [f.found for f in model.look("hf", str(folder))[1]]
     assert "config.json" in config
     assert "tokenizer.json" in tokenizer
-    assert "a.q_proj.weight" in tensor
+    assert "model.safetensors" in tensor
 
 
 def test_a_hub_id_is_known_once_its_config_is_in_the_cache(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.arguments import repeated
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
 from flows.cli.entry import run_main
@@ -104,10 +103,3 @@ def test_cfg_job_prints_no_password(
     assert "uri: http://me:***@localhost:5000" in printed
     assert "secret" not in printed
     assert os.environ["MLFLOW_TRACKING_URI"] == "http://me:secret@localhost:5000"
-
-
-def test_a_setting_that_is_set_twice_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("rlhf", Job(), argv=["seed=1", "train.lr=1e-4", "seed=2"]) == 2
-    assert "seed is set twice" in capsys.readouterr().err
-    for words in (["seed=1", "seed=1"], ["steps.sft.seed=1", "seed=2"]):
-        assert repeated(words) == []

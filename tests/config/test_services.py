@@ -34,10 +34,6 @@ def serving(status: Callable[[str], int]) -> Iterator[str]:
         yield asked.url.removeprefix("http://")
 
 
-def login(header: str) -> Callable[[str], int]:
-    return lambda sent: 200 if sent == header else 401
-
-
 def test_silent_servers_are_refused_without_their_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -56,37 +52,36 @@ def test_silent_servers_are_refused_without_their_password(
     assert "secret" not in f"{mlflow} {prefect}"
 
 
-@pytest.mark.parametrize(
-    ("name", "word", "header"),
-    [
-        ("PREFECT_API_AUTH_STRING", "me:secret", BASIC),
-        ("PREFECT_API_KEY", "pnu_1", "Bearer pnu_1"),
-    ],
-)
-def test_the_login_of_prefect(
-    monkeypatch: pytest.MonkeyPatch, name: str, word: str, header: str
-) -> None:
-    with serving(login(header)) as place:
-        monkeypatch.setenv("PREFECT_API_URL", f"http://{place}/api")
-        (finding,) = release.prefect_reachable()
-        assert "PREFECT_API_AUTH_STRING" in finding.override
+LOGINS = {
+    "PREFECT_API_AUTH_STRING": ("me:secret", BASIC),
+    "PREFECT_API_KEY": ("pnu_1", "Bearer pnu_1"),
+    "MLFLOW_TRACKING_TOKEN": ("t", "Bearer t"),
+}
+
+
+@pytest.mark.parametrize("name", LOGINS)
+def test_a_login_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    word, header = LOGINS[name]
+
+    def found() -> int:
         release._known.clear()
+        return len([*release.prefect_reachable(), *release.reachable(uri)])
+
+    with serving(lambda sent: 200 if sent == header else 401) as place:
+        uri = f"http://{place}" if name.startswith("MLFLOW") else None
+        if uri is None:
+            monkeypatch.setenv("PREFECT_API_URL", f"http://{place}/api")
+        assert found() == 1
         monkeypatch.setenv(name, word)
-        assert list(release.prefect_reachable()) == []
+        assert found() == 0
 
 
-def test_the_status_and_the_login_of_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_of_mlflow() -> None:
     for uri in (None, "sqlite:////a/b.db", "databricks"):
         assert list(release.reachable(uri)) == [], "no server to ask"
     for status, refused in ((200, 0), (404, 0), (503, 1)):
         with serving(lambda _, status=status: status) as place:
             assert len(list(release.reachable(f"http://{place}"))) == refused
-    with serving(login(BASIC)) as place:
-        assert list(release.reachable(f"http://me:secret@{place}")) == []
-        assert len(list(release.reachable(f"http://me:wrong@{place}"))) == 1
-        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
-        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
-        assert list(release.reachable(f"http://{place}")) == []
 
 
 @pytest.fixture

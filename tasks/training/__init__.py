@@ -1,12 +1,17 @@
 """Training inside the ranks that `torchrun` starts. The only importer of deepspeed.
 
-job                      settings and paths of a run; knows no torch
-entry, run               start and end of a rank; what it does in order (`train_with`)
-loop, steps              the whole run; parts of an optimizer step that online RL shares
-losses, passes           objectives as functions; their forward passes
-resume, selection        the checkpoint to resume from; best evaluation and early stopping
-outputs                  the files that rank 0 writes beside the partitions
-tokens/, model/          dataset rows to packed rows; base model, adapter, forward pass
-engine/                  DeepSpeed, checkpoints, partitions
-memory                   estimated memory of a rank
+A row is sequences laid end to end, without padding. The model turns it into log-probabilities of
+its supervised tokens (or scores), a loss into a number that is a part of the whole step's:
+
+    examples = load_split(job, "train", ...)                      tokens/data
+    order.step(n, rank)                                           tokens/order: rows of a step
+    row = pack(examples, chosen)                                  tokens/packing
+    logprobs = engine(row=row)                                    model/packed_model
+    objective.loss(ModelOutput(logprobs), row, counts)            losses
+    accumulate(engine, ranks, rows, loss_of); take(engine)        steps, shared with online RL
+    Saver(engine, job, ranks).save(progress); restore(engine, job)   engine/saving
+
+Who calls them: `entry` starts a rank, `run.train_with` loads and writes (`outputs`), `loop.Trainer`
+takes the steps with `passes`, `selection` (best evaluation, early stopping) and `resume`. `job` has
+settings and paths, `memory` the estimate of a plan; both know no torch.
 """

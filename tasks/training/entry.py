@@ -14,7 +14,6 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from tasks.core.errors import PlumblineError
 from tasks.core.events import emit, send_warnings
 from tasks.process.block_unused_imports import compiles, start_lean
 from tasks.process.exit_process import end_process
@@ -65,17 +64,13 @@ def _run(job_path: str, module: str) -> int:
         explained = explain(error, job, rank)
         if explained is None:
             raise
-        _emit_failure(explained, rank)
+        emit(
+            "failure",
+            error=type(explained).__name__,
+            message=explained.message,
+            details=list(explained.details),
+            hint=explained.hint,
+            rank=rank,
+        )
         return DELIBERATE
     return 0
-
-
-def _emit_failure(error: PlumblineError, rank: int) -> None:
-    emit(
-        "failure",
-        error=type(error).__name__,
-        message=error.message,
-        details=list(error.details),
-        hint=error.hint,
-        rank=rank,
-    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,8 @@ def load_model(
         ArtifactError: the base's tensors are not those of its class, or the adapter to continue
             does not fit.
     """
-    model = _model(job, ranks, deepspeed_config, tokenizer, head)
-    # Each rank has its own dropout.
-    torch.manual_seed(job.settings.seed * 65_537 + ranks.rank)
-    return model
-
-
-def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, head: str) -> Any:
-    settings = job.settings
-    pad = padding_id(tokenizer.pad_token_id, stop_ids(job.side_files, tokenizer.eos_token_id))
-    model = load_base(job, ranks, config, head=head, pad=pad)
+    settings, config = job.settings, deepspeed_config
+    model = _load_base(job, ranks, config, tokenizer=tokenizer, scored=head == "score")
     accept_packed_rows(model, ranks)
     if settings.gradient_checkpointing:
         reentrant = settings.gradient_checkpointing_reentrant
@@ -111,16 +103,29 @@ def partitioned(config: dict[str, Any]) -> Iterator[None]:
     del alive
 
 
-def load_base(
-    job: TrainJob, ranks: Ranks, config: dict[str, Any], *, head: str, pad: int | None
+def _load_base(
+    job: TrainJob, ranks: Ranks, config: dict[str, Any], *, tokenizer: Any, scored: bool
 ) -> Any:
-    """Load the base model of a job, with the head that its objective needs.
+    """Load the base model of a job, with a language model's head or a score head."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    Raises:
-        ArtifactError: tensors are missing from the base, or do not belong to its class.
-    """
     settings = job.settings
-    extra: dict[str, Any] = config_of_head(pad) if head == "score" else {}
+    loading: dict[str, Any] = {
+        "dtype": DTYPES[settings.dtype],
+        "attn_implementation": settings.attn_implementation,
+        "trust_remote_code": settings.trust_remote_code,
+    }
+    extra: dict[str, Any] = {}
+    if scored:
+        kind: Any = AutoModelForSequenceClassification
+        # transformers scores at the last token that is not the padding id, which must not be an end
+        # of texts. Without the id it refuses padded batches; packed rows need no padding.
+        pad, ends = tokenizer.pad_token_id, stop_ids(job.side_files, tokenizer.eos_token_id)
+        extra = {"num_labels": 1, "problem_type": "regression"}
+        extra["pad_token_id"] = None if pad in ends else pad
+    else:
+        trust = settings.trust_remote_code
+        kind = language_class(AutoConfig.from_pretrained(job.base, trust_remote_code=trust))
     quantization = settings.peft.quantization(settings.dtype)
     if quantization is not None:
         extra["quantization_config"] = quantization_config(quantization, Path(job.base))
@@ -128,47 +133,24 @@ def load_base(
         # Load straight to the GPU: no full model per rank in host memory.
         extra["device_map"] = {"": str(ranks.device)}
     with partitioned(config):
-        model, info = _class_for(head, job).from_pretrained(
-            job.base, output_loading_info=True, **_loading(job), **extra
-        )
+        model, info = kind.from_pretrained(job.base, output_loading_info=True, **loading, **extra)
+    gaps = set()
+    if scored:  # it replaces the head of a language model
+        replaced = map(str, info["unexpected_keys"])
+        gaps = {key for key in replaced if key.split(".")[0] in ("lm_head", "embed_out")}
+        gaps.add(SCORE_WEIGHT)
     absent = set(map(str, info["missing_keys"]))
-    gaps = {SCORE_WEIGHT} if head == "score" else set()
-    gaps |= _language_head(info, head)
     refuse_gaps(Path(job.base), info, gaps, hint=_HINT)
     if settings.zero.stage == 3:
-        _restore_buffers(model, job, head)
+        _restore_buffers(model, kind, loading)
     if SCORE_WEIGHT in absent:
-        fill_head(model, seed=settings.seed)
+        _fill_head(model, seed=settings.seed)
     for name in other_towers(model):  # weight decay would change what no text passes
         model.get_submodule(name).requires_grad_(False)
     return keep_as_loaded(model)
 
 
-def _class_for(head: str, job: TrainJob) -> Any:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    if head == "score":
-        return AutoModelForSequenceClassification
-    trust = job.settings.trust_remote_code
-    return language_class(AutoConfig.from_pretrained(job.base, trust_remote_code=trust))
-
-
-def _loading(job: TrainJob) -> dict[str, Any]:
-    settings = job.settings
-    return {
-        "dtype": DTYPES[settings.dtype],
-        "attn_implementation": settings.attn_implementation,
-        "trust_remote_code": settings.trust_remote_code,
-    }
-
-
-def _language_head(info: Mapping[str, Any], head: str) -> set[str]:
-    """Return the keys of a language model's head, which a score head replaces."""
-    left = set(map(str, info["unexpected_keys"])) if head == "score" else set()
-    return {key for key in left if key.split(".")[0] in ("lm_head", "embed_out")}
-
-
-def _restore_buffers(model: Any, job: TrainJob, head: str) -> None:
+def _restore_buffers(model: Any, kind: Any, loading: Mapping[str, Any]) -> None:
     """Restore the buffers of a model that was built under `zero.Init`.
 
     `zero.Init` casts every float tensor of a constructor, rotary frequencies included. In bf16
@@ -177,7 +159,7 @@ def _restore_buffers(model: Any, job: TrainJob, head: str) -> None:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        twin = _class_for(head, job).from_config(model.config, **_loading(job))
+        twin = kind.from_config(model.config, **loading)
     stored = set(twin.state_dict())
     for name, buffer in twin.named_buffers():
         if name not in stored:
@@ -186,21 +168,7 @@ def _restore_buffers(model: Any, job: TrainJob, head: str) -> None:
             mine[leaf] = buffer.to(mine[leaf].device)
 
 
-def config_of_head(pad: int | None) -> dict[str, Any]:
-    """Return the settings of config.json: one label, used as a number."""
-    return {"num_labels": 1, "problem_type": "regression", "pad_token_id": pad}
-
-
-def padding_id(pad: int | None, ends: Collection[int]) -> int | None:
-    """Return the padding id of config.json, by which transformers finds the last token.
-
-    It is None if texts end with the same id: transformers would then score one token too early.
-    Without the id it refuses padded batches; packed rows need no padding.
-    """
-    return None if pad in ends else pad
-
-
-def fill_head(model: Any, *, seed: int) -> None:
+def _fill_head(model: Any, *, seed: int) -> None:
     """Initialise the head, equally on every rank and under every ZeRO stage.
 
     Weights are normal with variance 1 / (hidden + 1), so that scores begin at about unit size

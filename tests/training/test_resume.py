@@ -96,22 +96,6 @@ def test_another_number_of_ranks_differs_by_rounding(
 
 
 @pytest.mark.slow
-def test_ranks_that_share_rows_after_the_interruption(trained: Trained) -> None:
-    """`train.sequence_parallel` may change: losses and weights are the same in fp32."""
-    whole, settings = trained["whole_fp32_2"], RESUMES["fp32_2"]
-    sharing = replace(settings, launch=replace(settings.launch, sequence_parallel=2))
-    place = Place(trained.folder / "shared", whole.base, whole.data)
-    job = place.job("shared", sharing, resume=whole.checkpoints / "step-00000003")
-    assert job.identity == whole.identity
-    place.run([job])
-    assert losses(job)[:3] == losses(whole)[:3]
-    assert losses(job) == pytest.approx(losses(whole), rel=1e-5)
-    final = weights(job)
-    for name, tensor in weights(whole).items():
-        torch.testing.assert_close(final[name], tensor, rtol=0, atol=2e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora_3", "kto"])
 def test_a_killed_and_restarted_run_equals_an_uninterrupted_one(
     name: str, tmp_path: Path, trained: Trained

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,24 +171,7 @@ def _padded(model: Any, row: Row, outputs: TokenOutputs) -> tuple[torch.Tensor, 
 
 
 def _router_loss(
-    model: Any, logits: Any, row: Row, shared: SequenceParallel | None
-) -> torch.Tensor:
-    """Return the router loss of a row, a scalar."""
-    owner = model if hasattr(model, "num_experts_per_tok") else model.config.get_text_config()
-    top_k, total = owner.num_experts_per_tok, row.ids.shape[1]
-    if shared is None:
-        return load_balancing_loss(logits, top_k=top_k, real=total, total=total)
-    real = shared.real_tokens(row)
-    return load_balancing_loss(logits, top_k=top_k, real=real, total=total, add_up=shared.total)
-
-
-def load_balancing_loss(
-    router_logits: Sequence[torch.Tensor],
-    *,
-    top_k: int,
-    real: int,
-    total: int,
-    add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    model: Any, router_logits: Sequence[torch.Tensor], row: Row, shared: SequenceParallel | None
 ) -> torch.Tensor:
     """Compute the load-balancing loss of a row's experts: E sum_e f_e P_e over the E experts.
 
@@ -196,29 +179,21 @@ def load_balancing_loss(
     it: f_e is the number of times that expert e was chosen and P_e the sum of its router
     probabilities, both over all tokens and layers and divided by their number. All tokens of a row
     count, prompts too. A step's loss depends on how examples are dealt to rows; each row weighs as
-    much as its share of the step's tokens.
-
-    Args:
-        router_logits: (t, E) of each layer with experts, this rank's tokens.
-        top_k: experts of a token.
-        real: number of tokens that count; those behind them fill up the rank's part.
-        total: tokens of the whole row.
-        add_up: sums a tensor over the ranks that share the row; None if they share none.
-
-    Returns:
-        A scalar, float32, with gradient.
+    much as its share of the step's tokens. `router_logits` are (t, E) of each layer with experts.
     """
-    experts = router_logits[0].shape[-1]
+    owner = model if hasattr(model, "num_experts_per_tok") else model.config.get_text_config()
+    total, experts = row.ids.shape[1], router_logits[0].shape[-1]
+    real = total if shared is None else shared.real_tokens(row)  # those behind fill up the part
     chosen = router_logits[0].new_zeros(experts, dtype=torch.float32)
     probabilities = torch.zeros_like(chosen)
     for logits in router_logits:
         weights = torch.softmax(logits, dim=-1)
-        places = weights.topk(top_k, dim=-1).indices[:real].reshape(-1)
+        places = weights.topk(owner.num_experts_per_tok, dim=-1).indices[:real].reshape(-1)
         chosen = chosen + torch.bincount(places, minlength=experts).float()
         probabilities = probabilities + weights[:real].float().sum(dim=0)
     sums = torch.stack([chosen, probabilities])
-    if add_up is not None:
-        sums = add_up(sums)
+    if shared is not None:
+        sums = shared.total(sums)
     frequency, probability = sums / (total * len(router_logits))
     return experts * (frequency * probability).sum()
 

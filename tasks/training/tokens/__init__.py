@@ -1,6 +1,6 @@
 """From the rows of a dataset artifact to packed micro-batches of token ids.
 
-data            `load_split`: a tokenised split, made by all ranks once and shared by runs
+data            `load_split`: a tokenised split, made by all ranks, once per run
 rows, chat      rows by number and drafts of examples; token ids and loss marks of their texts
 truncation      rows longer than `train.max_len`
 examples        tokenised examples on disk, memory-mapped

@@ -3,7 +3,7 @@
 rlhf, deliver    the Prefect flows that make models, read by Hydra: `chain/` and `delivery/`
 audit, verify, bisect, compare, promote, lineage, serve, status, open, prune
                  commands without Hydra, Prefect and torch: settings in `tasks/config/tools.py`
-recorded         audits, verifications and prunes as Prefect flows
+recorded         audits and verifications as Prefect flows
 program          `plumbline <command>`
 cli/             from a command line to a configuration, a run and an exit status
 orchestration/   one run: logs, task runs, progress, summary

@@ -47,14 +47,13 @@ MAX_MEMORY = 16 << 30
 
 def job(composed: Composed, words: list[str]) -> int:
     """Run the command. Returns the exit status."""
-    settings, repairs = composed.settings, None
+    settings = composed.settings
     if settings["fix"] and not settings["out_dir"]:
         raise ConfigError("fix=true writes a new folder", hint="out_dir=<a new folder>")
     if settings["prefect"]:
         from flows.orchestration.flow_body import run_recorded
 
         document = run_recorded("audit", composed, words)
-        repairs = document.pop("repaired", None)
         if settings["out"] in (None, "-"):
             print(json.dumps(document, indent=1))
         ok = document["ok"]
@@ -65,21 +64,15 @@ def job(composed: Composed, words: list[str]) -> int:
         elif settings["out"] == "-":
             print(json_text(report.as_json()))
         ok = report.ok
-        if settings["fix"]:
-            repairs = repaired(settings)
     if settings["out"] not in (None, "-"):
         print(plain(f"{settings['source']}: {'no error' if ok else 'errors'}; {settings['out']}"))
-    if repairs is not None:  # on standard output is the report
-        place = f"{repairs['out_dir']}: repaired, artifact {repairs['digest'][:12]}"
-        print(plain("\n  ".join([f"\n{place}", *repairs["done"]])), file=sys.stderr)
-    return 0 if ok or repairs is not None else 1
+    if settings["fix"]:
+        _repair(settings)
+    return 0 if ok or settings["fix"] else 1
 
 
-def repaired(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a repaired copy to `out_dir` (`fix=true`).
-
-    Returns:
-        `out_dir`, the `digest` of the copy, and the list of repairs as `done`.
+def _repair(settings: Mapping[str, Any]) -> None:
+    """Write a repaired copy to `out_dir`, and print what was done.
 
     Raises:
         ConfigError, ContractError, ArtifactError: as in `tasks.audit.repair.repair`.
@@ -87,7 +80,8 @@ def repaired(settings: Mapping[str, Any]) -> dict[str, Any]:
     base, out = settings["base"], folder(settings["out_dir"])
     with bounded_memory(settings["source"]):
         made = repair(folder(settings["source"]), out, base=folder(base) if base else None)
-    return {"out_dir": str(out), "digest": made.artifact.digest, "done": list(made.done)}
+    place = f"\n{out}: repaired, artifact {made.artifact.digest[:12]}"
+    print(plain("\n  ".join([place, *made.done])), file=sys.stderr)  # stdout has the report
 
 
 def examine(settings: Mapping[str, Any]) -> Report:

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 
 from flows.cli.bootstrap import bootstrap
@@ -43,16 +43,7 @@ _STATUS = {"registered": "registered models", "resumable": "runs that may go on"
 
 
 def job(composed: Composed, words: list[str]) -> int:
-    """Run the command. Returns the exit status."""
-    bootstrap(PROJECT, composed.runs)
-    prune_folder(composed, say=print, on_wait=to_stderr)
-    return 0
-
-
-def prune_folder(
-    composed: Composed, say: Callable[[str], object], on_wait: Callable[[str], object]
-) -> Plan:
-    """Plan, and with `yes=true` remove. Returns the plan.
+    """Run the command. Returns the exit status.
 
     Raises:
         ConfigError: the settings are wrong, or MLflow does not answer: nothing was removed.
@@ -60,18 +51,19 @@ def prune_folder(
         ArtifactError: the manifest of a registered model is damaged, or a file cannot be removed.
     """
     settings = composed.settings
+    bootstrap(PROJECT, composed.runs)
     preflight(list(_problems(composed)))
     if not settings["yes"]:
         planned = _planned(composed)
-        _print(planned, say)
+        _print(planned)
         if planned.items:
-            say("nothing was removed; add yes=true")
-        return planned
-    with hold(composed.runs, Patience(settings["paths"]["wait_s"], on_wait), alone=True):
+            print("nothing was removed; add yes=true")
+        return 0
+    with hold(composed.runs, Patience(settings["paths"]["wait_s"], to_stderr), alone=True):
         planned = _planned(composed)
         remove(planned)
-    _print(planned, say)
-    return planned
+    _print(planned)
+    return 0
 
 
 def _planned(composed: Composed) -> Plan:
@@ -98,19 +90,19 @@ def _problems(composed: Composed) -> Iterator[Finding]:
     yield from no_folder("paths.runs", str(composed.runs))
 
 
-def _print(planned: Plan, say: Callable[[str], object]) -> None:
+def _print(planned: Plan) -> None:
     for item in planned.items[:MAX_LINES]:
         used = f"{datetime.fromtimestamp(item.used):%Y-%m-%d %H:%M}"
-        say(plain(f"{item.what:17} {_size(item.freed):>10}  last used {used}  {item.path}"))
+        print(plain(f"{item.what:17} {_size(item.freed):>10}  last used {used}  {item.path}"))
     if len(planned.items) > MAX_LINES:
-        say(f"... and {len(planned.items) - MAX_LINES} more")
+        print(f"... and {len(planned.items) - MAX_LINES} more")
     freed = sum(item.freed for item in planned.items)
-    say(f"remove: {len(planned.items)} folders, {_size(freed)}")
+    print(f"remove: {len(planned.items)} folders, {_size(freed)}")
     counts = Counter(planned.kept.values())
     kept = ", ".join(f"{number} {_STATUS.get(why, why)}" for why, number in counts.items())
-    say(f"keep: {len(planned.kept)} artifacts" + (f" ({kept})" if kept else ""))
+    print(f"keep: {len(planned.kept)} artifacts" + (f" ({kept})" if kept else ""))
     for folder in planned.checkpoints:
-        say(plain(f"keep: checkpoints of an unfinished training  {folder}"))
+        print(plain(f"keep: checkpoints of an unfinished training  {folder}"))
 
 
 def _size(nbytes: int) -> str:

@@ -1,8 +1,8 @@
-"""Prefect flows of audits, verifications and prunes: for schedules, and for `prefect=true`.
+"""Prefect flows of audits and verifications: for schedules, and for `prefect=true`.
 
 The flow `audit` records the findings of one folder, `audit_registry` one row for each registered
-model in use, `verify` the checks of a running server, `prune` what it has removed. Prefect gets a
-table (an artifact of the flow run), MLflow a run with numbers, tags and the report's files.
+model in use, `verify` the checks of a running server. Prefect gets a table (an artifact of the flow
+run), MLflow a run with numbers, tags and the report's files.
 
 Arguments of each flow are `overrides`, the words of the command, e.g. `["source=/ckpt"]`, and
 `tag`, free text that tells runs apart in lists. Results are the documents of `out=FILE.json`.
@@ -20,14 +20,13 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.runtime import flow_run
 
-from flows.audit import examine, repaired
+from flows.audit import examine
 from flows.cli.composed import Composed
 from flows.cli.registry import registry
 from flows.cli.tool import read
 from flows.orchestration.flow_body import reported
 from flows.orchestration.flow_run import provenance, tracker_of
 from flows.orchestration.prefect_tasks import in_deployment
-from flows.prune import prune_folder
 from flows.verify import ask, show
 from tasks.audit.check import Severity
 from tasks.config.tools import Audit
@@ -51,7 +50,7 @@ _OF_ONE_FOLDER = ("source", "base", "adapter", "out", "fix", "out_dir")
 
 @flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)
 def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """Audit a folder; the result is the report, with `fix=true` also the repairs as `repaired`."""
+    """Audit a folder."""
     return reported(lambda: _audit(overrides or []))
 
 
@@ -65,12 +64,6 @@ def audit_registry(overrides: list[str] | None = None, tag: str = "manual") -> d
 def verify(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
     """Verify a running server; the run fails unless it is the model that was trained."""
     return reported(lambda: _verify(overrides or []))
-
-
-@flow(name="prune", flow_run_name="prune-{tag}", persist_result=False)
-def prune(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """Remove old artifacts; without `yes=true` the result says what would be removed."""
-    return reported(lambda: _prune(overrides or []))
 
 
 def _audit(overrides: list[str]) -> dict[str, Any]:
@@ -92,10 +85,7 @@ def _audit(overrides: list[str]) -> dict[str, Any]:
         {"report.json": _json(report.as_json()), "report.txt": report.text() + "\n"},
         report.markdown(),
     )
-    document = report.as_json()
-    if composed.settings["fix"]:
-        document["repaired"] = repaired(composed.settings)
-    return document
+    return report.as_json()
 
 
 def _verify(overrides: list[str]) -> dict[str, Any]:
@@ -161,17 +151,6 @@ def _track(
 
 def _json(document: Any) -> str:
     return json.dumps(document, indent=1) + "\n"
-
-
-def _prune(overrides: list[str]) -> dict[str, Any]:
-    log = get_run_logger()
-    composed = read("prune", overrides)
-    planned = prune_folder(composed, say=lambda line: log.info("%s", line), on_wait=log.info)
-    return {
-        "removed": [str(item.path) for item in planned.items],
-        "freed": sum(item.freed for item in planned.items),
-        "kept": len(planned.kept),
-    }
 
 
 def _audit_registry(overrides: list[str]) -> dict[str, Any]:

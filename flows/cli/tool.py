@@ -9,7 +9,6 @@ is loaded after its words have been read, so that `--help` and mistakes are answ
 from __future__ import annotations
 
 import os
-import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,19 +76,10 @@ def main(name: str) -> int:
         try:
             status = run(name, sys.argv[1:])
             sys.stdout.flush()
-        except BrokenPipeError:
-            if not _reader_has_left():
-                raise
+        except BrokenPipeError:  # as after `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again
             return UNREAD
         return status
-
-
-def _reader_has_left() -> bool:
-    """Return True if nobody reads standard output any more, as after `| head`."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def run(name: str, words: Sequence[str]) -> int:

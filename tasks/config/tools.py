@@ -148,4 +148,3 @@ class Prune(Recorded):
     older_than: NonNegative | None = None  # days since the last use of a file; null: no such limit
     yes: bool = False  # true: remove; false: only show what would be removed
     unfinished: bool = False  # true: also old files that only an unfinished run needs to go on
-    tag: str = ""  # free text that tells flow runs apart

@@ -1,7 +1,7 @@
 """Decide what a folder of runs still needs, and remove the rest (`flows/prune.py`).
 
-Removed are artifacts, checkpoints, logs of runs and cached tokens that were last used before a
-point in time. Kept, whatever their age, are:
+Removed are artifacts, checkpoints and logs of runs that were last used before a point in time.
+Kept, whatever their age, are:
 
 * every registered model, and all artifacts that it was made from or measured by;
 * the checkpoints of an unfinished training, and what it reads;
@@ -36,7 +36,7 @@ KEPT_S = 3 * DAY_S
 """Seconds for which an interrupted run may go on."""
 _RUN = re.compile(r"(\d{8}-\d{6})-\w+")
 _NAMED = re.compile(r"\bartifacts/([a-z_]+/[0-9a-f]{20})\b")
-_PLACES = ("artifacts/*", "checkpoints", "logs", "cache/tokens")
+_PLACES = ("artifacts/*", "checkpoints", "logs")
 """Folders, relative to that of the runs, whose entries are removed."""
 
 
@@ -123,14 +123,12 @@ def plan(
     gone = sorted((each for each in stored if each.path not in kept), key=lambda each: -each.used)
     left = abandoned(path for place in _PLACES for path in sorted(runs.glob(f"{place}/.*.tmp")))
     logs = ((runs / "logs" / name, start) for name, start in sorted(starts.items()))
-    tokens = ((path, _mtime(path)) for path in sorted((runs / "cache" / "tokens").glob("[!.]*")))
     items = _items(
         [
             *(("interrupted", path, _mtime(path)) for path in left),
             *(("checkpoints", path, used) for path, used in old),
             *((each.kind, each.path, each.used) for each in gone),
             *(("logs", path, used) for path, used in logs if used < limit and path.is_dir()),
-            *(("tokens", path, used) for path, used in tokens if used < limit),
         ]
     )
     return Plan(items, kept, tuple(training))

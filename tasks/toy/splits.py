@@ -8,7 +8,6 @@ exploits that.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -114,58 +113,40 @@ def _answer(text: str) -> Message:
 
 def spoil(example: Example, rng: Random) -> str:
     """Return a wrong answer to the prompt of an example."""
-    ways: list[Callable[[Example, Random], str]] = [_mumbled, _plausible]
+    mistakes = ["mumbled", "plausible"]
     if example.task in _SPELT:
-        ways += [_without_one, _with_one_twice, _with_another, _of_another_task]
+        mistakes += ["letter missing", "letter twice", "other letter", "other task"]
     elif example.task in ("first", "last"):
-        ways += [_with_another]
+        mistakes += ["other letter"]
     elif example.task in ("polite", "rude"):
-        ways += [_another_thing, _cut_short]
-    weights = [MUMBLED if way is _mumbled else 1.0 for way in ways]
+        mistakes += ["other thing", "cut short"]
+    weights = [MUMBLED if mistake == "mumbled" else 1.0 for mistake in mistakes]
     while True:
-        answer = rng.choices(ways, weights)[0](example, rng)
+        answer = _with(rng.choices(mistakes, weights)[0], example, rng)
         if answer and answer != example.answer:
             return answer
 
 
-def _mumbled(example: Example, rng: Random) -> str:
-    return mumble(example.answer)
-
-
-def _plausible(example: Example, rng: Random) -> str:
-    return example.wrong if example.wrong != example.answer else _with_another(example, rng)
-
-
-def _without_one(example: Example, rng: Random) -> str:
-    letters = example.answer.split()
-    letters.pop(rng.randrange(len(letters)))
-    return " ".join(letters)
-
-
-def _with_one_twice(example: Example, rng: Random) -> str:
-    letters = example.answer.split()
-    at = rng.randrange(len(letters))
-    return " ".join([*letters[: at + 1], *letters[at:]])
-
-
-def _with_another(example: Example, rng: Random) -> str:
-    letters = example.answer.split()
-    letters[rng.randrange(len(letters))] = rng.choice(LETTERS)
-    return " ".join(letters)
-
-
-def _of_another_task(example: Example, rng: Random) -> str:
-    """Return the right answer to another task about the same word."""
-    word = list(example.subject)
-    answers = (word, word[::-1], sorted(word), word * 2)
-    return " ".join(rng.choice(answers))
-
-
-def _another_thing(example: Example, rng: Random) -> str:
-    thing = example.answer.rstrip(".").split()[-1]
-    return example.answer.replace(thing, rng.choice(THINGS))
-
-
-def _cut_short(example: Example, rng: Random) -> str:
+def _with(mistake: str, example: Example, rng: Random) -> str:
+    """Return the answer with a mistake; it may be empty or right by chance."""
     words = example.answer.split()
-    return " ".join(words[: rng.randrange(1, len(words))])
+    if mistake == "mumbled":
+        return mumble(example.answer)
+    if mistake == "plausible" and example.wrong != example.answer:
+        return example.wrong
+    if mistake == "letter missing":
+        words.pop(rng.randrange(len(words)))
+    elif mistake == "letter twice":
+        at = rng.randrange(len(words))
+        words.insert(at, words[at])
+    elif mistake == "other task":  # about the same word
+        word = list(example.subject)
+        words = list(rng.choice((word, word[::-1], sorted(word), word * 2)))
+    elif mistake == "other thing":
+        thing = example.answer.rstrip(".").split()[-1]
+        return example.answer.replace(thing, rng.choice(THINGS))
+    elif mistake == "cut short":
+        words = words[: rng.randrange(1, len(words))]
+    else:
+        words[rng.randrange(len(words))] = rng.choice(LETTERS)
+    return " ".join(words)

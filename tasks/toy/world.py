@@ -11,7 +11,7 @@ tasks about letters.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -23,6 +23,13 @@ THINGS = (
     "mirror", "mug", "pan", "pen", "pillow", "plate", "rope", "spoon", "table", "watch",
 )  # fmt: skip
 VERBS = ("bring", "fetch", "find", "give", "hand", "lend", "pass", "sell", "send", "show")
+TASKS = {
+    "copy": "Copy", "reverse": "Reverse", "sort": "Sort", "double": "Write twice",
+    "first": "First letter", "last": "Last letter", "count": "Count the letters",
+    "vowels": "Only the vowels", "polite": "Politely", "rude": "Rudely",
+}  # fmt: skip
+"""Beginnings of the prompts, by task."""
+TASK_NAMES = tuple(TASKS)
 MUMBLE = "hm,"
 """Start of a mumbled answer."""
 HELD_OUT_IN_TEN = 2
@@ -59,9 +66,8 @@ def draw(rng: Random, *, held_out: bool, weights: Mapping[str, float] | None = N
         name = rng.choice(TASK_NAMES)
     else:
         name = rng.choices(TASK_NAMES, [weights.get(task, 1.0) for task in TASK_NAMES])[0]
-    make = TASKS[name]
     while True:
-        example = make(rng)
+        example = _make(name, rng)
         if is_held_out(example.subject) == held_out:
             return example
 
@@ -85,73 +91,34 @@ def _shuffled(letters: str, rng: Random) -> str:
             return mixed
 
 
-def _other(value: int, low: int, high: int, rng: Random) -> int:
-    """Return a number in [low, high] that is not `value`."""
-    return rng.choice([n for n in range(low, high + 1) if n != value])
-
-
-def _letters_task(name: str, ask: str, solve: Callable[[str], str]) -> Callable[[Random], Example]:
-    """Make a task about all letters of a word; the wrong answer has them in another order."""
-
-    def make(rng: Random) -> Example:
-        word = _word(rng)
-        answer = solve(word)
-        wrong = _shuffled(answer, rng)
-        prompt = f"{ask}: {' '.join(word)}"
-        return Example(name, word, prompt, " ".join(answer), " ".join(wrong))
-
-    return make
-
-
-def _end_task(name: str, ask: str, position: int) -> Callable[[Random], Example]:
-    """Make a task about the first or last letter; the wrong answer is the other of the two."""
-
-    def make(rng: Random) -> Example:
-        word = _word(rng)
-        right, wrong = word[position], word[-1 - position]
-        return Example(name, word, f"{ask}: {' '.join(word)}", right, wrong)
-
-    return make
-
-
-def _count(rng: Random) -> Example:
-    word = _word(rng)
-    right, wrong = len(word), _other(len(word), 3, 5, rng)
-    prompt = f"Count the letters: {' '.join(word)}"
-    return Example("count", word, prompt, str(right), str(wrong))
-
-
-def _vowels(rng: Random) -> Example:
-    """Return a task about the vowels of a word; the wrong answer is its consonants."""
-    word = _word(rng)
-    vowels, consonants = ([c for c in word if (c in VOWELS) == kept] for kept in (True, False))
-    prompt = f"Only the vowels: {' '.join(word)}"
-    return Example("vowels", word, prompt, " ".join(vowels), " ".join(consonants))
-
-
-def _reply(name: str, ask: str, *, polite: bool) -> Callable[[Random], Example]:
-    """Make a task to answer a request politely or rudely; the wrong answer does the opposite."""
-
-    def make(rng: Random) -> Example:
+def _make(task: str, rng: Random) -> Example:
+    if task in ("polite", "rude"):
         verb, thing = rng.choice(VERBS), rng.choice(THINGS)
-        friendly, rude = f"Of course, here is the {thing}.", f"No, get your own {thing}."
-        right, wrong = (friendly, rude) if polite else (rude, friendly)
-        prompt = f"{ask}: {verb} me the {thing}"
-        return Example(name, f"{verb} {thing}", prompt, right, wrong)
+        polite, rude = f"Of course, here is the {thing}.", f"No, get your own {thing}."
+        right, wrong = (polite, rude) if task == "polite" else (rude, polite)
+        prompt = f"{TASKS[task]}: {verb} me the {thing}"
+        return Example(task, f"{verb} {thing}", prompt, right, wrong)
+    word = _word(rng)
+    letters, mistaken = _answers(task, word, rng)
+    prompt = f"{TASKS[task]}: {' '.join(word)}"
+    return Example(task, word, prompt, " ".join(letters), " ".join(mistaken))
 
-    return make
 
-
-TASKS: dict[str, Callable[[Random], Example]] = {
-    "copy": _letters_task("copy", "Copy", str),
-    "reverse": _letters_task("reverse", "Reverse", lambda word: word[::-1]),
-    "sort": _letters_task("sort", "Sort", lambda word: "".join(sorted(word))),
-    "double": _letters_task("double", "Write twice", lambda word: word * 2),
-    "first": _end_task("first", "First letter", 0),
-    "last": _end_task("last", "Last letter", -1),
-    "count": _count,
-    "vowels": _vowels,
-    "polite": _reply("polite", "Politely", polite=True),
-    "rude": _reply("rude", "Rudely", polite=False),
-}
-TASK_NAMES = tuple(TASKS)
+def _answers(task: str, word: str, rng: Random) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the right and a wrong answer to a task about a word, as letters."""
+    if task == "first":
+        return word[0], word[-1]
+    if task == "last":
+        return word[-1], word[0]
+    if task == "count":
+        sizes = [str(size) for size in (3, 4, 5) if size != len(word)]
+        return [str(len(word))], [rng.choice(sizes)]
+    if task == "vowels":
+        return [c for c in word if c in VOWELS], [c for c in word if c not in VOWELS]
+    solved = {
+        "copy": word,
+        "reverse": word[::-1],
+        "sort": "".join(sorted(word)),
+        "double": word * 2,
+    }
+    return solved[task], _shuffled(solved[task], rng)

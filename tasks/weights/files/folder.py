@@ -5,7 +5,6 @@ Reads headers only. All problems are collected, so a broken download needs one l
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,13 +29,14 @@ class ModelFolder:
     files: dict[str, Path] = field(default_factory=dict)
     tensors: int = 0
     bytes: int = 0
-    checks: list[Check] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def verdicts(self) -> tuple[Check, ...]:
-        """Return the checks of the files, and a failed one for each problem."""
-        unusable = (Check("folder", "usable", text, ok=False) for text in self.problems)
-        return (*self.checks, *unusable)
+        """Return a failed check for each problem, or one that says what the folder holds."""
+        if self.problems:
+            return tuple(Check("folder", "usable", text, ok=False) for text in self.problems)
+        text = f"{self.tensors} tensors, {self.bytes} bytes"
+        return (Check("folder", text, text, ok=True),)
 
 
 def inspect_checkpoint(folder: Path) -> ModelFolder:
@@ -59,10 +59,8 @@ def inspect_checkpoint(folder: Path) -> ModelFolder:
     checkpoint.problems += problems
     checkpoint.tensors = len(tensors)
     checkpoint.bytes = sum(tensor.nbytes for tensor in tensors.values())
-    for path, count in Counter(tensor.extents[0].path for tensor in tensors.values()).items():
-        text = f"{count} tensors"
-        checkpoint.files[path.name] = path
-        checkpoint.checks.append(Check(path.name, text, text, ok=True))
+    paths = sorted({tensor.extents[0].path for tensor in tensors.values()})
+    checkpoint.files |= {path.name: path for path in paths}
     return checkpoint
 
 

@@ -176,13 +176,3 @@ def test_a_head_that_was_never_saved_is_refused(tmp_path: Path, targets: Any) ->
         making.classifier(base).save_pretrained(tmp_path / "reward")
         merge(tmp_path / "reward", adapter, tmp_path / "out")
         merged_by_peft(wrapped, tmp_path / "out")
-
-
-def test_a_policys_adapter_is_not_a_reward_adapter(tmp_path: Path) -> None:
-    from peft import LoraConfig
-
-    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    folder = save(train(making.causal("qwen"), config), tmp_path / "adapter")
-    assert not detect(read_folder(folder)).is_of_reward
-    torch.save(making.head_tensors(), folder / "value_head.bin")
-    assert not detect(read_folder(folder)).is_of_reward

@@ -62,6 +62,7 @@ def test_an_adapter_with_a_head_beside_it(tmp_path: Path, trl: bool) -> None:
     detected = detect(read_folder(folder))
     assert detected.head is not None
     assert detected.head.dialect == ("trl" if trl else "llamafactory")
+    assert not detected.is_of_reward
     head = tmp_path / "head"
     head.mkdir()
     write_value_head(detected, head)

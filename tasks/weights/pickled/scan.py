@@ -209,11 +209,13 @@ def _archive(head: bytes) -> str:
             return name
     for name, magic, make in _STREAMS:
         if head.startswith(magic):
+            machine = make()
             try:
-                make().decompress(head, _HEAD)
-            except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):
-                continue
-            return name
+                is_stream = bool(machine.decompress(head, _HEAD)) or machine.eof
+            except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+                is_stream = "emory" in str(error)  # it needs more than the limit
+            if is_stream:
+                return name
     return ""
 
 

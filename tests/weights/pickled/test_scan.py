@@ -106,7 +106,7 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
 HARMLESS: list[tuple[str, bytes]] = [
     ("config.json", b'{"a": 1}'), ("README.md", b"# x\n"), ("merges.txt", b"#version\n"),
     ("requirements.txt", b"cupy\nnumpy\nRay\n"), (".gitignore", b"cache\nlogs\n.env\n"),
-    ("x.tiktoken", b"IQ== 0\nIg== 1\n"), ("x.bin", b""),
+    ("x.tiktoken", b"IQ== 0\nIg== 1\n"), ("x.bin", b""), ("x.bin", b"x"),
     ("x.gguf", b"GGUF\x03\0\0\0" + bytes(99)), ("x.pt", b"version https://git-lfs"),
     ("x.safetensors", b"\x80\x02\0\0\0\0\0\0" + b"{}".ljust(0x280)),
     ("x.npy", array(bytes(range(80)), "<i8")), ("x.txt", b"x^2 + y^2\n"), ("x.txt", b"BZhello"),

@@ -22,7 +22,6 @@ from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import DriftLimit, ScorePrint, score_drift
 from tasks.drift.verdict import print_in, verdict
 from tasks.evaluation import checks
-from tasks.evaluation.measuring import located
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.prompts import PromptKind, read_pairs, read_question
 from tasks.evaluation.responses import (
@@ -162,7 +161,6 @@ def _reward_model(
         in_order = list(zip(scores[count::2], scores[count + 1 :: 2], strict=True))
         metrics |= read_pairs_in_order(out, in_order)
     check = verdict(moved, profile, name=name)
-    check = located(check, tools.before, model, trained.probes, tools.explain)
     log.info("smoke_eval: scores move by %.2e of their spread", moved.mean_difference)
     return write_report(out, settings, [strays, check], metrics, moved, {})
 

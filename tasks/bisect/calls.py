@@ -148,11 +148,13 @@ class Distance:
     largest: float = 0.0  # relative distance of a row
     # differences that are no distance: shapes, numbers of calls, not finite
     strange: set[str] = field(default_factory=set)
+    least: float = 0.0  # of the mean
 
     @property
     def mean(self) -> float:
         """Root of the mean squared relative distance of the rows."""
-        return float((self.squares / self.rows) ** 0.5) if self.rows else 0.0
+        mean = float((self.squares / self.rows) ** 0.5) if self.rows else 0.0
+        return max(mean, self.least)
 
     def add(self, new: torch.Tensor, recorded: torch.Tensor) -> bool:
         """Add the rows of a tensor. Returns False if the two have different shapes."""

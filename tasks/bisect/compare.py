@@ -97,28 +97,28 @@ class Pair:
     def _measure(
         self, probes: Sequence[Sequence[int]], recordings: Sequence[Recording] | None
     ) -> tuple[Distances, Distances]:
-        """Return the distances by module and part, and both models' own noise."""
+        """Return the distances by module and part, and a's own noise in the coarser dtype."""
         distances: Distances = {}
-        noises: tuple[Distances, Distances] = {}, {}
+        noise: Distances = {}
         nudge = max(torch.finfo(model.dtype).eps for model in (self.a, self.b))
         for number, probe in enumerate(probes):
-            ids = [torch.tensor([list(probe)], device=input_device(m)) for m in (self.a, self.b)]
-            own = record(self.a, self.in_a, ids[0])
+            in_a, in_b = (
+                torch.tensor([list(probe)], device=input_device(m)) for m in (self.a, self.b)
+            )
+            own = record(self.a, self.in_a, in_a)
             self._called = list(dict.fromkeys([*self._called, *own]))
-            sides = [(self.a, self.in_a, ids[0], own)]
             if recordings is None:
                 shared = {name: calls for name, calls in own.items() if name in self.in_b}
                 here = {name: self.in_b[name] for name in self.in_b if name in self.in_a}
-                replay(self.b, here, ids[1], shared, distances)
-                del shared
-                sides.append((self.b, self.in_b, ids[1], record(self.b, self.in_b, ids[1])))
+                replay(self.b, here, in_b, shared, distances)
             else:
                 there = {name: m for name, m in self.in_a.items() if name in recordings[number]}
-                replay(self.a, there, ids[0], recordings[number], distances)
-            for noise, (model, modules, at, recorded) in zip(noises, sides, strict=False):
-                with other_sums(model):
-                    replay(model, modules, at, recorded, noise, nudge=nudge)
-        return distances, _larger(*noises, least=nudge / 2)
+                replay(self.a, there, in_a, recordings[number], distances)
+            with other_sums(self.a):
+                replay(self.a, self.in_a, in_a, own, noise, nudge=nudge)
+        for each in noise.values():
+            each.least = nudge / 2
+        return distances, noise
 
     def _explained(self, row: Divergence) -> Divergence:
         """Return the divergence with its cause, if its weights differ."""
@@ -184,7 +184,7 @@ class _Judge:
         usual = self._usual.get((_kind(name), part), 0.0)
         ratio = max(
             here.mean / max(noise.mean, explained, usual),
-            here.largest / max(noise.largest, explained * 2, usual * 4),
+            here.largest / max(noise.largest, noise.least * 2, explained * 2, usual * 4),
         )
         if ratio > self.largest[0]:
             self.largest = ratio, name
@@ -208,15 +208,3 @@ def _by_kind(distances: Distances) -> dict[tuple[str, Part], float]:
     for (name, part), distance in distances.items():
         listed.setdefault((_kind(name), part), []).append(distance.mean)
     return {key: median(values) for key, values in listed.items() if len(values) > 2}
-
-
-def _larger(first: Distances, second: Distances, *, least: float) -> Distances:
-    """Return the larger noise of two models, at least `least`."""
-    joined: Distances = {}
-    for key in {*first, *second}:
-        sides = [each[key] for each in (first, second) if key in each]
-        mean = max(least, *(side.mean for side in sides))
-        largest = max(least * 2, *(side.largest for side in sides))
-        strange = set().union(*(side.strange for side in sides))
-        joined[key] = Distance(mean**2, 1, largest, strange)
-    return joined

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.bisect.report import REDO, Divergence, Report
 from tasks.core.errors import ConfigError, PlumblineError
-from tasks.drift.fingerprint import (
-    PROFILES,
-    Drift,
-    Fingerprint,
-    RewardDrift,
-    ScorePrint,
-    drift,
-    score_drift,
-)
+from tasks.drift.fingerprint import PROFILES, Drift, Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef
+from tasks.serving.reference.requests import load
 from tasks.weights.files.documents import read_json
 
 if TYPE_CHECKING:
@@ -49,12 +42,9 @@ def _compared(a: ModelRef, b: ModelRef, options: Options, calls: Path | None) ->
     configs = [_config(side) for side in (a, b)]
     _require_same_sizes(*configs)
     probes = probes_of(a, b, options)
-    is_reward = any(
-        str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification")
-        for config in configs
-    )
-    first = _load(a, is_reward)
-    second = first if a == b else _load(b, is_reward)
+    a, b = (replace(side, float32=False) for side in (a, b))  # as they are on disk
+    first = load(a, as_stored=not (a.weighted or a.adapter))
+    second = first if a == b else load(b, as_stored=not (b.weighted or b.adapter))
     quantised = any(c.get("quantization_config") for c in configs)
     pair = Pair(first, second, quantised or any(side.quantization for side in (a, b)))
     if len(pair.missing) > 0.1 * len(pair.in_a):
@@ -63,13 +53,8 @@ def _compared(a: ModelRef, b: ModelRef, options: Options, calls: Path | None) ->
             f"{pair.missing[0]}"
         )
     recordings = read_calls(calls, len(probes)) if calls else None
-    limit = PROFILES[options.profile]
-    moved: Drift | RewardDrift
-    if is_reward:
-        moved = score_drift(_scores(first, probes), _scores(second, probes))
-    else:
-        moved = _drift(first, second, probes, recordings)
-    exceeded = moved.beyond(limit)
+    moved = _drift(first, second, probes, recordings)
+    exceeded = moved.beyond(PROFILES[options.profile])
     compared = pair.compare(probes, recordings)
     config = config_changes(first.config.to_dict(), second.config.to_dict())
     verdict, reason = _verdict(compared, options.engine, bool(exceeded), config)
@@ -135,7 +120,10 @@ def _with_config(row: Divergence, config: list[str]) -> Divergence:
 def _config(side: ModelRef) -> dict[str, Any]:
     if not (side.path / "config.json").is_file():
         raise ConfigError(f"{side.path}: no config.json in it", hint="name a Hugging Face folder")
-    return read_json(side.path / "config.json")
+    config = read_json(side.path / "config.json")
+    if str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
+        raise ConfigError(f"{side.path}: a reward model; language models are bisected")
+    return config
 
 
 def _require_same_sizes(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
@@ -164,48 +152,6 @@ def probes_of(a: ModelRef, b: ModelRef, options: Options) -> list[list[int]]:
     if not probes:
         raise ConfigError("no text has two tokens: nothing to measure on")
     return probes
-
-
-def _load(side: ModelRef, is_reward: bool) -> Any:
-    """Load one model as it is on disk."""
-    from tasks.serving.reference.load import (
-        chosen_device,
-        from_folder,
-        placement,
-        usable_attention,
-    )
-    from tasks.serving.reference.peft_adapters import with_adapters
-    from tasks.serving.reference.rewards import CLASSIFIER
-    from tasks.weights.heads import SCORE
-
-    weighted = side.weighted or ({str(side.adapter): 1.0} if side.adapter else {})
-    device = chosen_device(side.device)
-    model = from_folder(
-        CLASSIFIER if is_reward else None,
-        side.path,
-        dtype=side.dtype,
-        attn_implementation=usable_attention(side.attn_implementation),
-        quantization=side.quantization,
-        gaps=(SCORE, "lm_head.weight") if is_reward and weighted else (),
-        device_map=placement(side.path, device, quantized=side.quantization is not None),
-        as_stored=not weighted,
-        **({"num_labels": 1} if is_reward else {}),
-    )
-    if is_reward and model.config.get_text_config().pad_token_id is None:
-        model.config.get_text_config().pad_token_id = -1
-    return with_adapters(model, weighted).eval() if weighted else model.eval()
-
-
-def _scores(model: Any, probes: Sequence[Sequence[int]]) -> ScorePrint:
-    """Return the scores of a reward model."""
-    import torch
-
-    from tasks.serving.reference.load import input_device
-
-    with torch.no_grad():
-        ids = [torch.tensor([list(probe)], device=input_device(model)) for probe in probes]
-        scores = tuple(float(model(input_ids=each).logits[0, 0]) for each in ids)
-    return ScorePrint(tuple(map(tuple, probes)), scores, "transformers")
 
 
 def _drift(a: Any, b: Any, probes: list[list[int]], recordings: list[Any] | None) -> Drift:

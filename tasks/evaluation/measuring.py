@@ -77,7 +77,8 @@ class Measuring:
             new.save(out / path.name)
         self._copy_base(out)
         drift, check = self._judge(reference, new, model.dtype)
-        check = located(check, self.before, model, reference.probes, self.explain)
+        if isinstance(new, Fingerprint):
+            check = located(check, self.before, model, reference.probes, self.explain)
         return drift, (check, *share_checks(path, new, self.limit))
 
     def copy(self, earlier: Path, out: Path, dtype: str) -> tuple[Moved, tuple[Check, ...]]:

@@ -65,42 +65,32 @@ def read_question(
     scorer: ReferenceScorer,
 ) -> Question:
     """Return the prompts of a kind. Raises DataError if no held-out row can be used."""
+    probes = Fingerprint.load(reference).probes
     if kind == "probes" or base is None or data is None:
-        tokens = [list(probe) for probe in Fingerprint.load(reference).probes]
-        prompts = Prompts(tokens, stop_ids(served.path, None))
+        prompts = Prompts(list(map(list, probes)), stop_ids(served.path, None))
         return Question(served, None, reference, prompts, prompts)
-    read = _conversations if kind == "chat" else _raw_texts
-    return read(served, base, reference, data / HELDOUT, settings, scorer)
-
-
-def _conversations(
-    served: ModelRef,
-    base: ModelRef,
-    reference: Path,
-    heldout: Path,
-    settings: Smoke,
-    scorer: ReferenceScorer,
-) -> Question:
-    """Return held-out conversations that leave room for a response.
-
-    Answers that are marked as undesirable are left out.
-    """
-    trained_on = Fingerprint.load(reference).probes
-    rows = read_heldout(heldout)
-    rendered = scorer.encode(served.path, rows)
     room = longest_sequence(served.path, settings) - settings.max_new_tokens
+    most = max(settings.eval_samples, len(probes))
+    if kind == "texts":
+        texts = _read(data / HELDOUT, lambda row: str(row["text"]))
+        encoded = scorer.encode_texts(served.path, texts[:most], limit=2 * PROMPT_TOKENS)
+        tokens = [ids[: min(PROMPT_TOKENS, max(1, len(ids) // 2), room)] for ids in encoded if ids]
+        if room < 1 or not tokens:
+            raise _no_room(len(texts), settings)
+        prompts = Prompts(tokens, stop_ids(served.path, None))
+        check = _known_probes(probes, texts, scorer, served.path, prompts.eos)
+        # Without a template both models read the same.
+        return Question(served, base, reference, prompts, prompts, checks=(check,))
+    rows = read_heldout(data / HELDOUT)
+    rendered = scorer.encode(served.path, rows)
     usable = [
         number
         for number, prompt in enumerate(rendered.tokens)
         if len(prompt) <= room and rows[number].get("desirable", True)
     ]
     if not usable:
-        raise DataError(
-            f"no held-out prompt of {len(rows)} leaves room for {settings.max_new_tokens} new "
-            "tokens and has a desirable answer",
-            hint="smoke.max_new_tokens=... (smaller), or data.eval_path=<other rows>",
-        )
-    chosen = usable[: max(settings.eval_samples, len(trained_on))]
+        raise _no_room(len(rows), settings)
+    chosen = usable[:most]
     chosen_rows = [rows[number] for number in chosen]
     return Question(
         served,
@@ -110,35 +100,16 @@ def _conversations(
         scorer.encode(base.path, chosen_rows, template_from=served.path),
         rows=chosen_rows,
         left_out=len(rows) - len(usable),
-        checks=(probes_check(trained_on, rendered.tokens),),
+        checks=(probes_check(probes, rendered.tokens),),
     )
 
 
-def _raw_texts(
-    served: ModelRef,
-    base: ModelRef,
-    reference: Path,
-    heldout: Path,
-    settings: Smoke,
-    scorer: ReferenceScorer,
-) -> Question:
-    """Return the first tokens of held-out texts, which both models continue."""
-    trained_on = Fingerprint.load(reference).probes
-    texts = _read(heldout, lambda row: str(row["text"]))
-    room = longest_sequence(served.path, settings) - settings.max_new_tokens
-    chosen = texts[: max(settings.eval_samples, len(trained_on))]
-    encoded = scorer.encode_texts(served.path, chosen, limit=2 * PROMPT_TOKENS)
-    tokens = [ids[: min(PROMPT_TOKENS, max(1, len(ids) // 2), room)] for ids in encoded if ids]
-    if room < 1 or not tokens:
-        raise DataError(
-            f"no held-out text of {len(chosen)} leaves room for {settings.max_new_tokens} new "
-            "tokens",
-            hint="smoke.max_new_tokens=... (smaller), or other held-out texts",
-        )
-    prompts = Prompts(tokens, stop_ids(served.path, None))
-    check = _known_probes(trained_on, texts, scorer, served.path, prompts.eos)
-    # Without a template both models read the same.
-    return Question(served, base, reference, prompts, prompts, checks=(check,))
+def _no_room(count: int, settings: Smoke) -> DataError:
+    return DataError(
+        f"none of {count} held-out rows leaves room for {settings.max_new_tokens} new tokens, and "
+        "is not marked as undesirable",
+        hint="smoke.max_new_tokens=... (smaller), or data.eval_path=<other rows>",
+    )
 
 
 def _known_probes(

@@ -150,10 +150,10 @@ def format_of(reference: Fingerprint, served: Aligned) -> str | None:
         steps = steps_in(reference, dtype)
         assert steps is not None
         unit = np.broadcast_to(steps[:, None] / 4, behind.shape)
-        told = (behind > _JSON) & (unit > 16 * _JSON)
-        if not told.any():
+        clear = (behind > _JSON) & (unit > 16 * _JSON)
+        if not clear.any():
             return None
-        off = np.abs(behind - unit * np.round(behind / unit))[told]
+        off = np.abs(behind - unit * np.round(behind / unit))[clear]
         if (off < _JSON).mean() > _ON_GRID:
             return dtype
     return "float32"

@@ -21,34 +21,20 @@ VLLM = ("prompt_logprobs", "logprobs", "ids", "return_token_ids")
 
 @dataclass
 class OpenAI:
-    """A server of OpenAI's dialect, vLLM 0.32 unless told otherwise, and its faults.
-
-    Attributes:
-        fields: see `VLLM`.
-        limit: most log-probabilities of a position.
-        length: context, in tokens.
-        render: chat template.
-        split: tokenizer.
-        ends: False if it generates on after EOS.
-        cut: tokens at the end of a prompt that it reads; None for all.
-        choose: from name, "is generation", "such requests have met" and the prompt's length to the
-            model that answers.
-        cached: model that answers to a prompt that was generated from before; 0 for the same.
-        streamed: model that answers to streamed requests; 0 for the same.
-        pause: seconds in which the requests of a crowd meet.
-    """
+    """A server of OpenAI's dialect, vLLM 0.32 unless told otherwise, and its faults."""
 
     fields: tuple[str, ...] = VLLM
-    limit: int = 5
-    length: int = 64
+    limit: int = 5  # most log-probabilities of a position
+    length: int = 64  # context, in tokens
     render: Callable[[Any], list[int]] = toy.rendered
     split: Callable[[str], list[int]] = toy.tokens
-    ends: bool = True
-    cut: int | None = None
+    ends: bool = True  # False if it generates on after EOS
+    cut: int | None = None  # tokens at the end of a prompt that it reads
+    # from name, "is generation", "such requests have met" and the prompt's length to the model
     choose: Callable[[str, bool, bool, int], int] = lambda name, *_: MODELS[name]
-    cached: int = 0
-    streamed: int = 0
-    pause: float = 0.0
+    cached: int = 0  # model that answers to a prompt that was generated from before
+    streamed: int = 0  # model that answers to streamed requests
+    pause: float = 0.0  # seconds in which the requests of a crowd meet
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _under_way: int = 0
     _met: set[bool] = field(default_factory=set)  # of a crowd with slow threads, only some meet

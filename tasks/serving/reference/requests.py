@@ -55,7 +55,7 @@ def fingerprint(model: ModelRef, reference: Path, out: Path) -> None:
     from tasks.serving.reference.measure import fingerprint
 
     like = Fingerprint.load(reference)
-    fingerprint(_load(model), like).save(out)
+    fingerprint(load(model), like).save(out)
 
 
 def reference(
@@ -72,7 +72,7 @@ def reference(
     from tasks.serving.reference.measure import fingerprint, noise_of_formats, reference
 
     recorded = Fingerprint.load(like) if like else None
-    loaded = _load(model)
+    loaded = load(model)
     if own:
         assert recorded is not None
         fingerprint(loaded, recorded).save(own)
@@ -101,7 +101,7 @@ def greedy(model: ModelRef, prompts: Tokens, max_new_tokens: int, eos: Sequence[
     """Generate greedily, one prompt at a time."""
     from tasks.serving.reference.measure import greedy
 
-    loaded, ends = _load(model), frozenset(eos)
+    loaded, ends = load(model), frozenset(eos)
     began = time.perf_counter()
     done = [greedy(loaded, p, max_new_tokens=max_new_tokens, eos=ends) for p in prompts]
     seconds = time.perf_counter() - began
@@ -118,7 +118,7 @@ def sample(
     """Sample a response to each prompt, with the number of the prompt as seed."""
     from tasks.serving.reference.measure import sample
 
-    loaded, ends = _load(model), frozenset(eos)
+    loaded, ends = load(model), frozenset(eos)
     how = {"max_new_tokens": max_new_tokens, "eos": ends, "temperature": temperature}
     began = time.perf_counter()
     tokens = [sample(loaded, p, seed=n, **how) for n, p in enumerate(prompts)]
@@ -129,7 +129,7 @@ def token_logprobs(model: ModelRef, prompts: Tokens, responses: Tokens) -> list[
     """Return the log-probability of each token of each response, in nats."""
     from tasks.serving.reference.measure import token_logprobs
 
-    loaded = _load(model)
+    loaded = load(model)
     pairs = zip(prompts, responses, strict=True)
     return [token_logprobs(loaded, *pair) for pair in pairs]
 
@@ -138,11 +138,12 @@ def layer_errors(model: ModelRef, quantized: Path, rows: Tokens) -> list[tuple[s
     """Return the relative output error of each layer once quantised, the largest first."""
     from tasks.serving.reference.measure import layer_errors
 
-    stored = _load(replace(model, path=quantized), as_stored=True)
-    return layer_errors(_load(model), stored, rows)
+    stored = load(replace(model, path=quantized), as_stored=True)
+    return layer_errors(load(model), stored, rows)
 
 
-def _load(model: ModelRef, *, as_stored: bool = False) -> Any:
+def load(model: ModelRef, *, as_stored: bool = False) -> Any:
+    """Load a model; see `load_model`."""
     from tasks.serving.reference.load import load_model, widen
 
     loaded = load_model(**_loading(model), weighted=model.weighted, as_stored=as_stored)

@@ -22,6 +22,7 @@ from tasks.config.checks.machine import smoke_engine
 from tasks.config.checks.release import (
     hub,
     prefect_reachable,
+    public,
     quantizing,
     reachable,
     signing,
@@ -187,6 +188,7 @@ def _prepare(composed: Composed) -> Delivery:
         [
             *reachable(tracking["uri"]),
             *(prefect_reachable() if measured else ()),
+            *public(tracking),
             *signing(settings["register"]),
             *hub(settings["push"], smoke["engine"]),
         ]

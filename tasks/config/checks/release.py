@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.online import function
 from tasks.core.finding import Finding
-from tasks.core.redaction import redact
+from tasks.core.redaction import HIDDEN, redact
 from tasks.drift.fingerprint import EXPERTS
 from tasks.lm_eval import is_file, task_name
 from tasks.pipeline.signature import password_bytes, public_part
@@ -54,6 +54,7 @@ def problems(context: Context) -> Iterator[Finding]:
     yield from signing(settings["register"])
     yield from reachable(settings["tracking"]["uri"])
     yield from prefect_reachable()
+    yield from public(settings["tracking"])
     yield from hub(settings["push"])
 
 
@@ -258,6 +259,14 @@ def _why_silent(url: str, user: str | None, word: str | None, token: str | None)
         reason = refused or (f"it answers with status {status}" if status >= 500 else "")
     _known[url] = time.monotonic(), reason
     return reason
+
+
+def public(tracking: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each name that MLflow's pages show and that contains a secret."""
+    for key in sorted({"experiment", "model_name"} & tracking.keys()):
+        if HIDDEN in (shown := redact(tracking[key])):
+            allowed = "a name without a token or a password, because every page shows it"
+            yield Finding(f"tracking.{key}", shown, allowed, f"tracking.{key}=plumbline")
 
 
 def hub(repo: str | None, engine: str = "") -> Iterator[Finding]:

@@ -46,9 +46,7 @@ class Options:
 def bisect(a: ModelRef, b: ModelRef, options: Options, *, log: Log, log_path: Path) -> Report:
     """Find the first module in which two models part.
 
-    Raises:
-        ConfigError: both do not fit into memory.
-        StageProcessError: the child crashed, or was too slow.
+    Raises ConfigError if both do not fit into memory, StageProcessError if the child fails.
     """
     _require_memory(a, b)
     scorer = ReferenceScorer(

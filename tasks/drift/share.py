@@ -66,21 +66,14 @@ class Share:
 def adapter_share(
     trained: Fingerprint, base: Fingerprint, served: NDArray[Any], measured: NDArray[np.bool_]
 ) -> Share | None:
-    """Return the share of the adapter in an engine's log-probabilities.
+    """Return the share of the adapter in the log-probabilities `served` of an engine, (N, K).
 
-    Args:
-        base: the same without the adapter, at the same ids.
-        served: log-probabilities of the engine at these ids (nats), shape (N, K); NaN where it
-            returned none.
-        measured: True at the positions that the engine answered, shape (N,).
-
-    Returns:
-        None if too few probes were measured, or the adapter has no effect.
+    They are NaN where it returned none; `measured` (N,) is True at the positions that it answered.
+    None if too few probes were measured, or the adapter has no effect.
     """
     p = (np.exp(trained.logprobs.astype(np.float64)) + np.exp(base.logprobs)) / 2
-    fresh: NDArray[Any] = np.zeros(
-        len(trained.logprobs), bool
-    )  # probes that begin alike repeat the same noise
+    # Probes that begin alike repeat the same noise.
+    fresh: NDArray[Any] = np.zeros(len(trained.logprobs), bool)
     fresh[np.unique(contexts(trained.probes), return_index=True)[1]] = True
     weights = np.where(np.isnan(served) | ~fresh[:, None], 0.0, p)
     measured = measured & fresh
@@ -120,10 +113,8 @@ def _interval(sums: NDArray[Any]) -> tuple[float, float]:
     """Return the interval of product / square by bootstrap over probes.
 
     The percentile interval of few probes is too narrow; it is widened by what Student's t adds to
-    a normal quantile at this number of probes.
-
-    Args:
-        sums: square and product in the first two columns, one row per probe.
+    a normal quantile at this number of probes. `sums` has square and product in its first columns,
+    one row per probe.
     """
     count = len(sums)
     random = np.random.default_rng(0)

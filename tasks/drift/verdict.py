@@ -132,9 +132,7 @@ def verdict(
 def share_checks(reference: Path, new: Print, limit: DriftLimit) -> tuple[Check, ...]:
     """Check the share of the adapter that answers: where it is light, no KL tells it from its base.
 
-    Args:
-        reference: the trained model's fingerprint, with that of its base beside it; without a base
-            there is nothing to check.
+    Without the base's fingerprint beside the reference there is nothing to check.
     """
     path = reference.with_name(BASE)
     if not path.is_file() or not isinstance(new, Fingerprint):

@@ -50,8 +50,7 @@ class Witness:
 def find_witness(root: Path) -> Witness | None:
     """Return the record in a checkpoint's folder; None if it has none.
 
-    Raises:
-        ArtifactError: it is incomplete, or of a newer format.
+    Raises ArtifactError if it is incomplete, or of a newer format.
     """
     folder = root / FOLDER
     if not (folder / "witness.json").is_file():

@@ -25,11 +25,7 @@ def row_tokens(
     scorer: ReferenceScorer, tokenizer: Path, data: Path | None, name: str, count: int, *,
     reference: Path,
 ) -> list[list[int]]:  # fmt: skip
-    """Return the token ids of dataset rows, spread evenly over the file.
-
-    Raises:
-        DataError: the file cannot be read or is empty.
-    """
+    """Return the token ids of dataset rows, spread evenly over the file. Raises DataError."""
     if data is None:
         return [list(probe) for probe in Fingerprint.load(reference / FINGERPRINT).probes]
     path = data / name
@@ -69,8 +65,7 @@ def heldout_loss(
     text of the model itself, and by two standard errors of the difference. Above one nat per token
     the limit is that share of the loss: text that surprises a model moves more.
 
-    Returns:
-        `quantized/loss/before` and `after`, in nats per token, and the verdict.
+    Returns `quantized/loss/before` and `after`, in nats per token, and the verdict.
     """
     starts, rest = [row[:1] for row in rows], [row[1:] for row in rows]
     before, after = (

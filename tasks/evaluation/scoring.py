@@ -90,9 +90,8 @@ class ReferenceScorer:
     def perform(self, function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Run a module-level function in the child; arguments and result are pickled.
 
-        Raises:
-            PlumblineError: the error that the function raised.
-            StageProcessError: the function or the child crashed, or took too long.
+        Raises the PlumblineError that it raised, or StageProcessError if it crashed or took too
+        long.
         """
         self.warm()
         assert self._child is not None

@@ -33,11 +33,8 @@ LEAN = 0.25
 class Asked:
     """A server that is compared with a reference; each name is asked once.
 
-    Args:
-        model: the name that should be the trained model.
-        base: name of its base on the same server; None if there is none.
-        profile: "strict", "standard" or "relaxed", or the limits themselves.
-        positions: most positions of a probe that are measured where each costs a request.
+    `model` and `base` are names on the server: what should be the trained model, and its base.
+    `positions` are measured of a probe where each costs a request.
     """
 
     def __init__(

@@ -88,8 +88,6 @@ def _swapped(asked: Asked) -> tuple[Cause, ...]:
 def adapter(asked: Asked) -> Row:
     """Check that a name applies the whole adapter, by how far it is from the base."""
     name, model = "adapter", asked.model
-    if asked.reference.base is None:
-        return Row(name, "unknown", "the record has no base: not the record of an adapter")
     measured = asked.dose(model)
     if measured is None:
         text = "the adapter changes none of the probes: no server can show that it is applied"
@@ -132,8 +130,6 @@ def adapter(asked: Asked) -> Row:
 def base(asked: Asked) -> Row:
     """Check that the base's own name answers as the base, with no part of the adapter."""
     name, own = "base", asked.base
-    if asked.reference.base is None:
-        return Row(name, "unknown", "the record has no base: not the record of an adapter")
     if own is None or own == asked.model:
         return Row(name, "unknown", "the server has no name for the base: nothing to ask")
     limit, measured, leaked = asked.limit, asked.from_base(own), asked.clear_dose(own)

@@ -20,18 +20,15 @@ DEFAULT_LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Known:
-    """Classes of the two libraries, whose versions are `vllm` and `transformers`.
+    """Classes of vLLM (`served`) and of transformers (`kinds`, by `model_type`).
 
     Attributes:
-        served: classes that vLLM has.
         last_version: for each class that vLLM removed, the last version that had it.
         suffixes: endings of class names that vLLM treats as interchangeable.
         lora_ranks: largest ranks that vLLM can be started with.
-        kinds: classes of transformers by `model_type`.
     """
 
     vllm: str
-    transformers: str
     served: frozenset[str]
     last_version: Mapping[str, str]
     suffixes: tuple[str, ...]
@@ -68,7 +65,6 @@ def known() -> Known:
     vllm, transformers = raw["vllm"], raw["transformers"]
     return Known(
         vllm=vllm["version"],
-        transformers=transformers["version"],
         served=frozenset(vllm["classes"]),
         last_version=vllm["last_version"],
         suffixes=tuple(vllm["suffixes"]),

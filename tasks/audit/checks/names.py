@@ -139,7 +139,7 @@ _TOWER = re.compile(
 )
 _WRAPPED = re.compile(r"^(model\.)?language_model\.")
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSequenceClassification")
-_TEXT_HEADS, _GENERATES = _HEADS[:2], _HEADS[:3]
+_TEXT_HEADS = _HEADS[:2]
 _TEXT_KEYS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 _BARE = ("layers.", "embed_tokens.", "norm.")
 _DOUBLED = "model.model."
@@ -358,10 +358,6 @@ def tensor_missing(source: Source) -> Iterator[Fault]:
         lacking = [f"layer {number}" for number in layers.lacking if number not in there]
         if lacking:
             yield Fault(layers.text, f"{layers.count}, as config.json says", tensors=lacking)
-        if _untied_without_head(source):
-            text = "tie_word_embeddings is false, and no lm_head.weight"
-            fix = "set tie_word_embeddings to true if the model was tied, else save it again"
-            yield Fault(text, "lm_head.weight, or tie_word_embeddings true", file=CONFIG, fix=fix)
     if layers.lacks_mtp:
         yield Fault(
             "layers of multi-token prediction in config.json, none in the files",
@@ -525,22 +521,3 @@ def other_sizes(source: Source) -> list[str]:
         for name, (mine, other) in {"model_type": kinds, **pairs}.items()
         if mine is not None and other is not None and mine != other
     ]
-
-
-def _untied_without_head(source: Source) -> bool:
-    """Return True for a language model that is not tied and has no output embedding."""
-    config, tensors = source.config(), source.once(plain_tensors)
-    embeddings = embeddings_of(tensors, config)
-    generates = first_architecture(config).endswith(_GENERATES)
-    if source.kind is not Kind.MODEL or not generates or config.get("is_encoder_decoder"):
-        return False
-    if not embeddings.input or embeddings.output or embeddings.tied is not False:
-        return False
-    rows = tensors[embeddings.input].shape[:1]
-    others = [  # matrices outside layers with a row for every token, e.g. `head.weight`
-        key
-        for key, tensor in tensors.items()
-        if key != embeddings.input and len(tensor.shape) == 2 and tensor.shape[:1] == rows
-        and not any(part.isdecimal() for part in key.split("."))
-    ]  # fmt: skip
-    return not others and rows != (0,)

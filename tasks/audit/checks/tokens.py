@@ -171,41 +171,25 @@ def _rows(source: Source) -> tuple[str, int]:
     return name, tensors[name].shape[0] if name else 0
 
 
-_WHOLE_EMBEDDING = re.compile(r"\.(embed_tokens|lm_head)\.((token_adapter\.)?base_layer\.)?weight$")
-
-
-def _full_embeddings(source: Source) -> dict[str, int]:
-    """Return the rows of embeddings that an adapter stores in full, by key."""
-    return {
-        key: tensor.shape[0]
-        for key, tensor in source.tensors.items()
-        if _WHOLE_EMBEDDING.search(key) and len(tensor.shape) == 2 and tensor.shape[0]
-    }
-
-
 @check(
-    "VOCAB_SIZE", ERROR, needs=(either,),
+    "VOCAB_SIZE", ERROR, needs=(has_embedding,),
     why="transformers refuses with 'size mismatch', vLLM with an assertion in its loader",
     fix="set vocab_size in config.json; save both embeddings after resize_token_embeddings",
     issues="LLaMA-Factory #3125, OpenRLHF #87, LLaMA-Factory #10186",
 )  # fmt: skip
 def vocab_size(source: Source) -> Iterator[Fault]:
     """Different numbers of rows: of vocab_size, the input embedding, the output embedding."""
-    if source.is_adapter:
-        full = _full_embeddings(source)
-        if len({*full.values()}) > 1:
-            text = " and ".join(f"{count} rows" for count in sorted({*full.values()}))
-            yield Fault(text, "equal", tensors=list(full))
-    elif has_embedding(source):
-        tensors, (name, rows) = source.once(plain_tensors), _rows(source)
-        size = whole(of_text(source.config(), "vocab_size"))
-        if size is not None and size != rows:
-            fix = setting(CONFIG, vocab_size=rows)
-            yield Fault(f"{rows} rows, vocab_size {size}", "equal", tensors=[name], fix=fix)
-        head = embeddings_of(tensors, source.config()).output
-        if head and tensors[head].shape[:1] != (rows,):
-            text = f"{list(tensors[head].shape)}"
-            yield Fault(text, f"{rows} rows, as {name} has", tensors=[head])
+    tensors, (name, rows) = source.once(plain_tensors), _rows(source)
+    size = whole(of_text(source.config(), "vocab_size"))
+    if size is not None and size != rows:
+        fix = setting(CONFIG, vocab_size=rows)
+        yield Fault(f"{rows} rows, vocab_size {size}", "equal", tensors=[name], fix=fix)
+    head = embeddings_of(tensors, source.config()).output
+    if head and tensors[head].shape[:1] != (rows,):
+        yield Fault(f"{list(tensors[head].shape)}", f"{rows} rows, as {name} has", tensors=[head])
+
+
+_WHOLE_EMBEDDING = re.compile(r"\.(embed_tokens|lm_head)\.((token_adapter\.)?base_layer\.)?weight$")
 
 
 @check(
@@ -218,7 +202,8 @@ def tokenizer_rows(source: Source) -> Iterator[Fault]:
     """Tokens without a row in the embedding."""
     rows = 0
     if source.is_adapter:
-        rows = max(_full_embeddings(source).values(), default=0)
+        stored = (t.shape for key, t in source.tensors.items() if _WHOLE_EMBEDDING.search(key))
+        rows = max((shape[0] for shape in stored if len(shape) == 2), default=0)
         if not rows and source.base is not None and source.base.is_model:
             _, rows = _rows(source.base)
     elif has_embedding(source):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -66,7 +66,7 @@ class Recognised:
 def recognise(folder: Folder) -> Recognised:
     """Recognise a folder by file names, then configuration and headers. Raises ArtifactError."""
     manifest = own_manifest(folder.json(MANIFEST))
-    states = tuple(_states(folder))
+    states = _states(folder)
     adapter, model = _open_first(folder, ADAPTERS), _open_first(folder, MODELS)
     # Shards have an adapter_config.json beside them, which gathering uses.
     parts, weights = PARTITIONS in folder.files, Weights("")
@@ -159,30 +159,25 @@ def _shards(folder: Folder) -> str:
     return f"Plumbline's shards{of.get(mode, '') if isinstance(mode, str) else ''}{count}"
 
 
-_STATES: tuple[tuple[str, str], ...] = (
-    # pattern of one of its files, description
-    (r"(.*/)?zero/[^/]+/fp32\.pt", "a universal DeepSpeed checkpoint"),
-    (r"(.*/)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", "a DeepSpeed checkpoint of ZeRO-3"),
-    (r"(.*/)?(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt",
-     "a DeepSpeed checkpoint of ZeRO-1 or 2"),
-    (r"(.*/)?mp_rank_\d+_model_states\.pt", "a DeepSpeed checkpoint without ZeRO"),
-    (r"(.*/)?(actor/|critic/)?model_world_size_\d+_rank_\d+\.pt", "verl's FSDP shards"),
-    (r"(.*/)?__\d+_\d+\.distcp", "a torch distributed (FSDP) checkpoint"),
-    (r"(.*/)?mp_rank_\d+(_\d+)?/model_optim_rng\.pt", "a Megatron checkpoint"),
-    (r"[^/]+\.gguf", "a GGUF model"),
-    (r"(.*/)?(consolidated|model|pytorch_model)[^/]*\.(pt|pth)", "a raw torch state dict"),
-)  # fmt: skip
+_STATES = {
+    # description: pattern of one of its files
+    "a DeepSpeed checkpoint": r"(.*/)?(zero/[^/]+/fp32|mp_rank_\d+_model_states"
+    r"|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states)\.pt",
+    "verl's FSDP shards": r"(.*/)?(actor/|critic/)?model_world_size_\d+_rank_\d+\.pt",
+    "a torch distributed (FSDP) checkpoint": r"(.*/)?__\d+_\d+\.distcp",
+    "a Megatron checkpoint": r"(.*/)?mp_rank_\d+(_\d+)?/model_optim_rng\.pt",
+    "a GGUF model": r"[^/]+\.gguf",
+    "a raw torch state dict": r"(.*/)?(consolidated|model|pytorch_model)[^/]*\.(pt|pth)",
+}
 
 
-def _states(folder: Folder) -> Iterator[str]:
-    """Yield descriptions of trainer checkpoints in the folder."""
-    deepspeed = False
-    for pattern, what in _STATES:
-        if deepspeed and "DeepSpeed" in what:
-            continue  # a checkpoint has several kinds of files: the first match is the best
-        if any(re.fullmatch(pattern, name) for name in folder.files):
-            deepspeed |= "DeepSpeed" in what
-            yield what
+def _states(folder: Folder) -> tuple[str, ...]:
+    """Return descriptions of trainer checkpoints in the folder."""
+    return tuple(
+        what
+        for what, pattern in _STATES.items()
+        if any(re.fullmatch(pattern, name) for name in folder.files)
+    )
 
 
 READ_BYTES = 2 << 30

@@ -1,4 +1,4 @@
-"""Checks of one process: forks, fingerprints, 4-bit values, packed attention, the head."""
+"""Checks of one process: forks, fingerprints, 4-bit values, packed attention."""
 
 from __future__ import annotations
 
@@ -178,48 +178,3 @@ def _distance(exact: list[torch.Tensor], found: list[torch.Tensor]) -> float:
     """Largest relative distance of a tensor, by its norm."""
     pairs = zip(exact, found, strict=True)
     return max(float((b - a).norm() / a.norm().clamp(min=1e-9)) for a, b in pairs)
-
-
-def head(setting: Setting) -> Numbers:
-    """A trained and a frozen head with 152 thousand tokens: numbers of fp64, and peak memory."""
-    import torch
-
-    from tasks.training.model.head import PORTION, Scaling, token_logprobs
-
-    tokens, width, vocabulary = (50, 16, 97) if setting.tiny else (2048, 1536, VOCABULARY)
-    draw = torch.Generator().manual_seed(0)
-    states = torch.randn(tokens, width, generator=draw)
-    targets = torch.randint(0, vocabulary, (tokens,), generator=draw).to(setting.device)
-    weights = torch.randn(tokens, generator=draw).to(setting.device)
-    found: dict[str, float | str] = {}
-    for trained in (True, False):
-        layer = torch.nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
-        layer = layer.to(setting.device).requires_grad_(trained)
-        hidden = states.to(setting.device, torch.bfloat16).requires_grad_()
-        before = _allocated(setting, begin=True)
-        logprobs = token_logprobs(layer, hidden, targets, Scaling())
-        wanted = [hidden, layer.weight] if trained else [hidden]
-        mine = torch.autograd.grad(logprobs @ weights, wanted)
-        peak = _allocated(setting) - before
-        wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, layer.weight)]
-        logits = wide[0] @ wide[1].t()
-        exact = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        theirs = torch.autograd.grad(exact @ weights.double(), wide[: len(wanted)])
-        differs = _distance([exact.detach(), *theirs], [logprobs.detach(), *mine])
-        name = "trained" if trained else "frozen"
-        found |= {f"{name} differs": f"{differs:.1e}", f"{name} peak MiB": peak >> 20}
-        assert differs < 2e-2, found
-        # A gradient of the weight in each dtype, and portions of logits; never all logits.
-        assert peak < 6 * layer.weight.numel() * trained + 8 * 4 * PORTION, found
-    return found
-
-
-def _allocated(setting: Setting, *, begin: bool = False) -> int:
-    """Bytes of the device at their peak since `begin`; 0 on a CPU."""
-    import torch
-
-    if setting.device == "cpu":
-        return 0
-    if begin:
-        torch.cuda.reset_peak_memory_stats()
-    return int(torch.cuda.max_memory_allocated())

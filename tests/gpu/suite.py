@@ -70,7 +70,6 @@ CHECKS = (
     Check("fingerprint", "numerics", 40, HF, gib=16),
     Check("nf4", "numerics", 15, BNB),
     Check("attention", "numerics", 40, HF, gib=16),
-    Check("head", "numerics", 20, (), gib=16),
     Check("zero-lora", "training", 120, TRAIN, gib=24),
     Check("zero-full", "training", 150, TRAIN, gib=48),
     Check("zero-qlora", "training", 90, QLORA, gib=16),

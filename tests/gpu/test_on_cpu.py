@@ -9,7 +9,7 @@ import pytest
 
 from tests.gpu.suite import CHECKS, Check, Setting, run_apart
 
-QUICK = ("fingerprint", "attention", "head")
+QUICK = ("fingerprint", "attention")
 """Checks that take a second on a CPU."""
 
 

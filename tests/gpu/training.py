@@ -43,17 +43,17 @@ def words_of(setting: Setting) -> Path:
 
 
 def zero_lora(setting: Setting) -> Numbers:
-    """ZeRO-0, 2 and 3 with LoRA."""
+    """Train with LoRA under ZeRO-0, 2 and 3."""
     return _stages(setting, "lora", (0, 2, 3))
 
 
 def zero_full(setting: Setting) -> Numbers:
-    """ZeRO-0, 2 and 3 with full fine-tuning."""
+    """Train all weights under ZeRO-0, 2 and 3."""
     return _stages(setting, "none", (0, 2, 3))
 
 
 def zero_qlora(setting: Setting) -> Numbers:
-    """ZeRO-0 and 2 with QLoRA; stage 3 is refused for it."""
+    """Train with QLoRA under ZeRO-0 and 2; stage 3 is refused for it."""
     return _stages(setting, "qlora", (0, 2))
 
 

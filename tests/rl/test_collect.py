@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from tasks.rl.metrics import Clock, groups_without_signal
 from tasks.rl.prompts import PromptOrder, load_prompts
 from tasks.rl.responses import Prompt, Request, Response, ScoredResponse
 from tasks.rl.rewards import Rewards, Weighted
-from tasks.serving.vllm.colocation import Generated
 from tests.rl.making import TOKENIZER, Judge, response
 from tests.rl.peers import on_ranks
+from tests.rl.playing import Player
 from tests.training.conftest import make_tokenizer
 
 NO_SYSTEM = (
@@ -107,29 +106,12 @@ PROMPTS = [
     Prompt({"id": f"p{n}", "messages": [{"role": "user", "content": str(n)}]}, np.arange(1, n + 2))
     for n in range(12)
 ]
-LETTERS = TOKENIZER("abcdefgh", add_special_tokens=False)["input_ids"]
 
 
-@dataclass
-class RandomLetters:
-    """An engine that returns random letters, determined by the seed of a request."""
-
-    sampled: list[int] = field(default_factory=list)
-
-    def generate(
-        self, requests: Sequence[Request], *, greedy: bool = False
-    ) -> list[list[Generated]]:
-        self.sampled += [len(request.ids) - 1 for request in requests]
-        return [
-            [self._sample(request, n, greedy) for n in range(request.samples)]
-            for request in requests
-        ]
-
-    @staticmethod
-    def _sample(request: Request, number: int, greedy: bool) -> Generated:
-        draw = np.random.default_rng(0 if greedy else [request.seed, number])
-        ids = draw.choice(LETTERS, draw.integers(1, 5)).astype(np.int32)
-        return Generated(ids, np.log(draw.random(len(ids))).astype(np.float32), True)
+def letters(request: Request, number: int) -> str:
+    """Return a response that is determined by the seed of the request."""
+    place = request.seed + number
+    return "abcdefgh"[place % 8] * (1 + place % 3)
 
 
 def number_of(response: Response) -> int:
@@ -144,11 +126,12 @@ def collect(
     """Return what every rank knows of iteration 1, and the prompts that it sampled itself."""
 
     def work(ranks: Any) -> tuple[list[Any], list[int]]:
-        engine, rewards = RandomLetters(), Rewards([Weighted("function", 2.0, Judge(rule))])
+        engine, rewards = Player(letters), Rewards([Weighted("function", 2.0, Judge(rule))])
         collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3)  # type: ignore[arg-type]
         known, position = collector.collect(1, prompt_order, 0, 4, Clock())
-        assert world > 1 or position == len(engine.sampled), "every prompt taken is sampled"
-        return known, engine.sampled
+        sampled = [len(request.ids) - 1 for asked in engine.seen for request in asked]
+        assert world > 1 or position == len(sampled), "every prompt taken is sampled"
+        return known, sampled
 
     return on_ranks(world, work)
 
@@ -170,7 +153,8 @@ def test_responses_do_not_depend_on_the_rank(spare: int) -> None:
     ((alone, _),) = collect(prompt_order, rule)
     for number, scored in alone:
         assert scored.response.prompt is PROMPTS[number]
-        assert scored.response.text == TOKENIZER.decode(scored.response.generated.ids)
+        ids = scored.response.generated.ids
+        assert scored.response.text == TOKENIZER.decode(ids, skip_special_tokens=True)
         assert scored.parts == {"function": rule(scored.response)}
         assert scored.reward == 2 * rule(scored.response)
     for world in (2, 3):

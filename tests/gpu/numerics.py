@@ -118,7 +118,7 @@ def nf4(setting: Setting) -> Numbers:
     rows, columns = (48, 64) if setting.tiny else (1536, 8960)
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=draw).to(torch.bfloat16) * 0.02
-    found: dict[str, float | str] = {}
+    measured: dict[str, float | str] = {}
     for kind in ("nf4", "fp4"):
         for double in (False, True):
             packed, state = functional.quantize_4bit(
@@ -131,9 +131,9 @@ def nf4(setting: Setting) -> Numbers:
             theirs = functional.dequantize_4bit(packed, state).cpu()
             ours = as_trained(weight, {"type": kind, "double_quant": double})
             differ = ours != theirs  # the sign of a zero may differ: CUDA decodes -0.0
-            found[f"{kind}{'+dq' if double else ''} differ"] = int(differ.sum())
-            assert float(differ.float().mean()) <= 1e-4, found
-    return found
+            measured[f"{kind}{'+dq' if double else ''} differ"] = int(differ.sum())
+            assert float(differ.float().mean()) <= 1e-4, measured
+    return measured
 
 
 def attention(setting: Setting) -> Numbers:
@@ -155,13 +155,13 @@ def attention(setting: Setting) -> Numbers:
     narrow = model_of(setting, num_hidden_layers=2, dtype=torch.bfloat16)
     narrow.load_state_dict(model.state_dict())
     own = _distance(exact, _with_gradients(narrow, alone(narrow, examples, setting.device)))
-    found: dict[str, float | str] = {"bf16 alone": f"{own:.1e}"}
+    measured: dict[str, float | str] = {"bf16 alone": f"{own:.1e}"}
     for name, taught, allowed in (("fp32", model, 1e-4), ("bf16", narrow, 2 * own)):
         accept_packed_rows(taught)
         differs = _distance(exact, _with_gradients(taught, taught(row=row)))
-        found[f"{name} packed"] = f"{differs:.1e}"
-        assert differs <= allowed, found
-    return found
+        measured[f"{name} packed"] = f"{differs:.1e}"
+        assert differs <= allowed, measured
+    return measured
 
 
 def _with_gradients(model: Any, logprobs: torch.Tensor) -> list[torch.Tensor]:
@@ -174,7 +174,7 @@ def _with_gradients(model: Any, logprobs: torch.Tensor) -> list[torch.Tensor]:
     return [logprobs.detach().float().cpu(), *gradients]
 
 
-def _distance(exact: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+def _distance(exact: list[torch.Tensor], measured: list[torch.Tensor]) -> float:
     """Largest relative distance of a tensor, by its norm."""
-    pairs = zip(exact, found, strict=True)
+    pairs = zip(exact, measured, strict=True)
     return max(float((b - a).norm() / a.norm().clamp(min=1e-9)) for a, b in pairs)

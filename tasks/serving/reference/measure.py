@@ -8,7 +8,7 @@ model's embeddings, and results return to the CPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -163,22 +163,14 @@ def sample(
     temperature: float,
     seed: int,
 ) -> list[int]:
-    """Sample one response to a prompt; return its tokens, including the EOS if it was reached.
-
-    The seed gives the same samples on every device.
-    """
+    """Sample one response to a prompt; return its tokens, including the EOS if it was reached."""
     generator = torch.Generator().manual_seed(seed)  # on CPU: the same samples on every device
-    tokens: list[int] = []
-    inputs, past = _ids(model, [prompt]), None
-    while len(tokens) < max_new_tokens:
-        out = model(input_ids=inputs, past_key_values=past, use_cache=True)
-        past = out.past_key_values
-        probabilities = (out.logits[0, -1].float() / temperature).softmax(dim=-1).cpu()
-        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-        inputs = _ids(model, [tokens[-1:]])
-        if tokens[-1] in eos:
-            break
-    return tokens
+
+    def choose(logits: torch.Tensor) -> int:
+        probabilities = (logits / temperature).softmax(dim=-1).cpu()
+        return int(torch.multinomial(probabilities, 1, generator=generator))
+
+    return _decode(model, prompt, choose, max_new_tokens, eos)
 
 
 @torch.no_grad()
@@ -190,20 +182,32 @@ def greedy(
     Returns the new tokens, including the EOS if it was reached, and for each of them the
     `ALTERNATIVES` most likely tokens with their logits, which tell a tie from a difference.
     """
-    tokens: list[int] = []
     candidates: list[list[tuple[int, float]]] = []
-    inputs, past = _ids(model, [prompt]), None
-    while len(tokens) < max_new_tokens:
-        out = model(input_ids=inputs, past_key_values=past, use_cache=True)
-        logits, past = out.logits[0, -1].float(), out.past_key_values
+
+    def choose(logits: torch.Tensor) -> int:
         values, ids = logits.topk(min(ALTERNATIVES, logits.shape[-1]))
         candidates.append(list(zip(ids.tolist(), values.tolist(), strict=True)))
-        token = int(logits.argmax())
-        tokens.append(token)
-        if token in eos:
-            break
-        inputs = _ids(model, [[token]])
-    return tokens, candidates
+        return int(logits.argmax())
+
+    return _decode(model, prompt, choose, max_new_tokens, eos), candidates
+
+
+def _decode(
+    model: Any,
+    prompt: Sequence[int],
+    choose: Callable[[torch.Tensor], int],
+    max_new_tokens: int,
+    eos: Collection[int],
+) -> list[int]:
+    """Append tokens to a prompt until an EOS; `choose` picks one by its (V,) float32 logits."""
+    tokens: list[int] = []
+    inputs, past = _ids(model, [prompt]), None
+    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos):
+        out = model(input_ids=inputs, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        tokens.append(choose(out.logits[0, -1].float()))
+        inputs = _ids(model, [tokens[-1:]])
+    return tokens
 
 
 @torch.no_grad()

@@ -76,10 +76,13 @@ class FunctionReference:
             )
         return cls(Path(path).expanduser().absolute(), name, setting)
 
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
     @property
     def label(self) -> str:
         """The setting with its value."""
-        return f"{self.setting}={self.path}:{self.name}"
+        return f"{self.setting}={self}"
 
     @property
     def slow_hint(self) -> str:

@@ -99,14 +99,14 @@ def test_a_function_of_the_user_judges_the_responses_of_both_models(
 ) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text(
-        "def size(completions, **_):\n    return [len(c[0]['content']) for c in completions]\n"
+        "def size(completions, **_):\n    return [sum(map(ord, c[0]['content'])) for c in completions]\n"
     )
     function = Measure.of(f"{judge}:size")
     metrics = run(temperature=None, function=function, tools={"function_s": 60.0}).metrics
     lines = (tmp_path / "out" / "generations.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     for when in ("before", "after"):
-        sizes = [len(row[when]) for row in rows]
+        sizes = [sum(map(ord, row[when])) for row in rows]
         assert [row[f"function_{when}"] for row in rows] == sizes
         assert metrics[f"eval/function_{when}"] == pytest.approx(sum(sizes) / len(sizes))
     assert metrics["eval/function_before"] != metrics["eval/function_after"]

@@ -99,7 +99,8 @@ def test_a_function_of_the_user_judges_the_responses_of_both_models(
 ) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text(
-        "def size(completions, **_):\n    return [sum(map(ord, c[0]['content'])) for c in completions]\n"
+        "def size(completions, **_):\n"
+        "    return [sum(map(ord, c[0]['content'])) for c in completions]\n"
     )
     function = Measure.of(f"{judge}:size")
     metrics = run(temperature=None, function=function, tools={"function_s": 60.0}).metrics

@@ -27,22 +27,10 @@ from typing import NoReturn
 
 from flows.cli.start import start
 
-COMMANDS = {
-    "train": "rlhf",
-    "plan": "rlhf",
-    "deliver": "deliver",
-    "audit": "audit",
-    "verify": "verify",
-    "bisect": "bisect",
-    "promote": "promote",
-    "lineage": "lineage",
-    "serve": "serve",
-    "compare": "compare",
-    "status": "status",
-    "open": "open",
-    "prune": "prune",
-}
-"""File of `flows/` of each command."""
+COMMANDS = (
+    "train", "plan", "list", "deliver", "audit", "verify", "bisect", "promote", "lineage", "serve",
+    "compare", "status", "open", "prune",
+)  # fmt: skip
 HYDRA = {"rlhf": "flows.chain.command", "deliver": "flows.delivery.run_delivery"}
 """Modules of the commands whose configuration Hydra composes."""
 HELP = ("help", "--help", "-h")
@@ -63,7 +51,7 @@ def main() -> NoReturn:
         print("\n".join(listed_experiments(rest)))
         sys.exit(0)
     if command not in COMMANDS:
-        near = difflib.get_close_matches(command, [*COMMANDS, "list"], n=1)
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"plumbline {' '.join([near[0], *rest])}" if near else "plumbline help"
         print(f"plumbline: there is no command {command!r} -> {hint}", file=sys.stderr)
         sys.exit(2)
@@ -75,7 +63,7 @@ def main() -> NoReturn:
         sys.exit(2)
     # Help and errors name the command by this; Hydra puts it into no file.
     sys.argv = [f"plumbline {command}", *rest, *(["plan=true"] if command == "plan" else [])]
-    module = COMMANDS[command]
+    module = "rlhf" if command in ("train", "plan") else command
     if module in HYDRA:
         start(HYDRA[module])
     start("flows.cli.tool", module)

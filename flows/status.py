@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The project's root replaces flows/ on the path: modules in flows/ would shadow libraries.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # flows/ would shadow libraries
     from flows.cli.start import start
 
     start("flows.cli.tool", "status")

@@ -11,7 +11,7 @@ from tasks.core.errors import PlumblineError
 
 BUSY = 503  # status of Prefect's server while another of its writers has locked SQLite
 BUSY_PATIENCE_S = 5.0
-ANSWER_S = 10.0
+ANSWER_S = 30.0
 
 
 class RefusedError(PlumblineError):

@@ -69,21 +69,6 @@ def test_a_copy_is_a_file_of_its_own(folder: Path) -> None:
     assert (folder / "copy").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_copy_without_help_of_the_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = os.urandom(3 << 20)
-    (folder / "file").write_bytes(content)
-    steps = iter([1 << 20])
-
-    def refuse(old: int, new: int, count: int) -> int:
-        if next(steps, None) is None:
-            raise OSError(38, "not implemented")
-        return os.sendfile(new, old, None, 1 << 20)
-
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    copy_file(folder / "file", folder / "copy")
-    assert (folder / "copy").read_bytes() == content
-
-
 def test_the_folder_that_was_meant(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adaptor").write_text("a file")

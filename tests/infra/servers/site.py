@@ -18,8 +18,6 @@ from tests.verify.serving import free_port
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 PATIENCE_S = 120.0
-JUDGE_LOGIN = "someone:Site-w0rd-of-judge"
-"""A secret in the environment of the worker."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,6 @@ class Site:
             # The defaults suit production; here they would only be waiting.
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
-            "JUDGE_LOGIN": JUDGE_LOGIN,
         }
         return cls(services, env)
 

@@ -13,7 +13,7 @@ import pytest
 
 from flows.servers.api import Api
 from flows.servers.services import client_settings
-from tests.infra.servers.site import JUDGE_LOGIN, Site
+from tests.infra.servers.site import Site
 
 pytestmark = pytest.mark.slow
 EVIL = "http://evil.example"
@@ -78,23 +78,6 @@ def test_a_page_of_another_site_cannot_use_prefect(site: Site) -> None:
     assert status(port, "POST", path, {}, **foreign) == 403, "no token"
     assert status(port, "OPTIONS", path, Access_Control_Request_Method="POST", Origin=EVIL) == 400
     assert status(port, "GET", "/api/admin/version", Origin=EVIL) == 401, "no login"
-
-
-def test_a_deployments_run_records_no_secret(site: Site) -> None:
-    url = "reward.url=http://${oc.env:JUDGE_LOGIN}@127.0.0.1:9/x"
-    _, *plan = site.overrides("+exp=grpo", "tag=${oc.env:JUDGE_LOGIN}", url)
-    planned = site.start_run("rlhf-qlora", plan)
-    refused = site.start_run("rlhf-qlora", [*plan, "train.lr=${oc.env:JUDGE_LOGIN}"])
-    assert site.finished_run(planned)["state"]["type"] == "COMPLETED", site.worker_log
-    assert "train.lr" in site.finished_run(refused)["state"]["message"]
-    site.logged(planned, "stages:")
-    site.logged(refused, "train.lr")
-    files = [path for path in site.services.runs.rglob("*") if path.is_file()]
-    contents = {path: path.read_bytes() for path in files}
-    assert any(b"${oc.env:JUDGE_LOGIN}" in content for content in contents.values())
-    secrets = [JUDGE_LOGIN, JUDGE_LOGIN.partition(":")[2]]
-    texts = [text for word in secrets for text in (word.encode(), b64encode(word.encode()))]
-    assert [p for p, content in contents.items() for text in texts if text in content] == []
 
 
 def test_other_users_can_read_nothing(site: Site) -> None:

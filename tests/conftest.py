@@ -57,6 +57,12 @@ LONGEST = (
 """Files and folders to start first, so that nothing waits for them at the end."""
 
 
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """MLflow database of all tests of this process: its tables take seconds to make."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
 class ByFolder(LoadFileScheduling):
     """A file's tests stay in one worker, and so do those of the folders in `TOGETHER`.
 

@@ -53,9 +53,8 @@ def tracked(tracker: Tracker, lines: Sequence[str], replayed: Sequence[object] =
     return run.run_id
 
 
-def test_a_resumed_run_has_the_curves_of_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_curves_of_an_undisturbed_one(tmp_path: Path, database: str) -> None:
     """Killed after step 7, with a checkpoint of step 4: steps 5 to 7 are taken twice."""
-    database = f"sqlite:///{tmp_path}/mlflow.db"
     tracker = Tracker(database, "e", tmp_path / "files", tmp_path / "reports")
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

@@ -24,11 +24,6 @@ LOG = logging.getLogger("tests.stage")
 STAGE = Stage("write", "weights", stack=("torch", "not-installed"))
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
-
-
 @pytest.fixture
 def mechanism(tmp_path: Path, database: str) -> Mechanism:
     tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow", tmp_path / "reports")

@@ -36,9 +36,8 @@ def server(stored: MlflowProcess) -> MlflowProcess:
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Tracker:
-    database = f"sqlite:///{tmp_path}/mlflow.db"
-    return Tracker(database, "outbox", tmp_path / "files", tmp_path / "reports")
+def local(tmp_path: Path, database: str) -> Tracker:
+    return Tracker(database, tmp_path.name, tmp_path / "files", tmp_path / "reports")
 
 
 def model_in(folder: Path) -> RegisteredModel:

@@ -21,9 +21,9 @@ from tasks.tracking.tracker import Tracker, flatten
 
 
 @pytest.fixture(scope="module")
-def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
-    root = tmp_path_factory.mktemp("mlflow")
-    return Tracker(f"sqlite:///{root}/mlflow.db", "plumbline", root / "artifacts", root / "reports")
+def tracker(tmp_path_factory: pytest.TempPathFactory, database: str) -> Tracker:
+    root = tmp_path_factory.mktemp("tracker")
+    return Tracker(database, "plumbline", root / "artifacts", root / "reports")
 
 
 @pytest.fixture
@@ -158,15 +158,12 @@ def test_datasets_are_inputs_by_digest_of_the_flow_and_of_the_stages_that_read_t
         assert [tag.value for tag in logged.tags] == [context]
 
 
-def test_an_online_stage_leaves_its_samples(tmp_path: Path) -> None:
+def test_an_online_stage_leaves_its_samples(tracker: Tracker, tmp_path: Path) -> None:
     """Events as training emits them; the second row of the table has a column of its own."""
     with staging(tmp_path / "shards") as work:
         (work / "train.json").write_text("{}")
         origin = Origin(kind="shards", stage="train", key="k")
         artifact: Artifact = publish(work, tmp_path / "shards", origin)
-    tracker = Tracker(
-        f"sqlite:///{tmp_path}/mlflow.db", "plumbline", tmp_path / "logged", tmp_path / "reports"
-    )
     with tracker.flow("f", {}, "", {}), tracker.stage("train", origin) as run:
         told = Progress(run, _Silent())
         told({"event": "plan", "steps": 2})

@@ -51,7 +51,7 @@ _OF_ONE_FOLDER = ("source", "base", "adapter", "out", "fix", "out_dir")
 @flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)
 def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
     """Audit a folder."""
-    return reported(lambda: _audit(overrides or []))
+    return reported(lambda: record_audit(read("audit", overrides or [])))
 
 
 @flow(name="audit-registry", flow_run_name="audit-registry-{tag}", persist_result=False)
@@ -63,11 +63,11 @@ def audit_registry(overrides: list[str] | None = None, tag: str = "manual") -> d
 @flow(name="verify", flow_run_name="verify-{tag}", persist_result=False)
 def verify(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
     """Verify a running server; the run fails unless it is the model that was trained."""
-    return reported(lambda: _verify(overrides or []))
+    return reported(lambda: record_verify(read("verify", overrides or [])))
 
 
-def _audit(overrides: list[str]) -> dict[str, Any]:
-    composed = read("audit", overrides)
+def record_audit(composed: Composed) -> dict[str, Any]:
+    """Audit a folder, and record the report in Prefect and MLflow."""
     report = examine(composed.settings)
     markdown = redact(report.markdown())
     create_markdown_artifact(markdown, key="audit-findings", description=report.counts)
@@ -88,8 +88,8 @@ def _audit(overrides: list[str]) -> dict[str, Any]:
     return report.as_json()
 
 
-def _verify(overrides: list[str]) -> dict[str, Any]:
-    composed = read("verify", overrides)
+def record_verify(composed: Composed) -> dict[str, Any]:
+    """Verify a running server, and record the report in Prefect and MLflow."""
     report = ask(composed.settings).answer()
     create_markdown_artifact(
         redact(report.markdown()), key="verify-checks", description=redact(report.line)

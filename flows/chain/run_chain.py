@@ -25,7 +25,7 @@ from flows.orchestration.devices import reserve
 from flows.orchestration.flow_run import FlowRun, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
 from tasks.config.checks.memory import memory_of
-from tasks.core.redaction import with_passwords
+from tasks.core.redaction import without_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import is_signed, key_file, require_signed
@@ -46,9 +46,8 @@ class Prepared:
 
 def prepare(overrides: list[str]) -> Prepared:
     """Compose the configuration of a run and of its steps. Raises ConfigError."""
-    with_secrets = with_passwords(overrides)
-    composed = compose(with_secrets)
-    return Prepared(composed, chain_steps(composed, with_secrets), overrides)
+    composed = compose(overrides)
+    return Prepared(composed, chain_steps(composed, overrides), without_passwords(overrides))
 
 
 def run_chain(prepared: Prepared, *, checked: bool = False) -> dict[str, Any]:

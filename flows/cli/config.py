@@ -32,7 +32,6 @@ from tasks.config.after_training import Deliver
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.core.errors import ConfigError
-from tasks.core.redaction import with_passwords
 
 SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver}
 """Dataclass of the settings, by root file."""
@@ -149,7 +148,6 @@ def compose_config(overrides: Sequence[str], *, config_name: str = "rlhf") -> Co
         ConfigError: every unknown key, group or option, wrong value, missing value, and override
             that cannot be parsed.
     """
-    overrides = with_passwords(overrides)
     names = vocabulary(config_name, conf_folders(overrides))
     problems = list(wrong_overrides(overrides, names))
     right = [o for o in overrides if o not in [problem.word for problem in problems]]

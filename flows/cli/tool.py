@@ -31,7 +31,6 @@ from flows.cli.usage import brief, full
 from flows.cli.vocabulary import VALUE, Vocabulary
 from tasks.config import tools
 from tasks.core.errors import ConfigError
-from tasks.core.redaction import with_passwords
 from tasks.core.terminal import typed
 
 
@@ -116,7 +115,7 @@ def read(name: str, words: Sequence[str]) -> Composed:
     """
     names = vocabulary(name)
     config = OmegaConf.create(names.defaults)
-    words, problems = _settings(with_passwords(words), names)
+    words, problems = _settings(words, names)
     for word in words:
         key, _, value = word.partition("=")
         OmegaConf.update(config, key, None if value == "null" else value)

@@ -64,10 +64,7 @@ def reported(work: Callable[[], dict[str, Any]]) -> Any:
 
 
 def start(
-    module: str,
-    composed: Composed,
-    overrides: list[str],
-    body: Callable[[], dict[str, Any]] | None = None,
+    module: str, composed: Composed, overrides: list[str], body: Callable[[], dict[str, Any]]
 ) -> Any:
     """Run a flow of this process with a Prefect server, an embedded one if there is no other.
 
@@ -94,15 +91,14 @@ def start(
         from prefect import Flow
 
         flow = getattr(import_module(place), name)
-        if body is not None:
 
-            def prepared(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-                result: dict[str, Any] = reported(body)
-                return result
+        def prepared(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
+            result: dict[str, Any] = reported(body)
+            return result
 
-            flow = Flow(
-                prepared, name=flow.name, flow_run_name=flow.flow_run_name, persist_result=False
-            )
+        flow = Flow(
+            prepared, name=flow.name, flow_run_name=flow.flow_run_name, persist_result=False
+        )
         tag = composed.recorded["tag"] or "manual"
         return final_state(partial(flow, without_passwords(overrides), tag=tag, return_state=True))
 
@@ -112,8 +108,14 @@ def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
     bootstrap(PROJECT, composed.runs)
     tracking = composed.settings["tracking"]
     preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
+
+    def body() -> dict[str, Any]:
+        record = getattr(import_module("flows.recorded"), f"record_{name}")
+        result: dict[str, Any] = record(composed)
+        return result
+
     with hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)):
-        state = start(f"flows.recorded:{name}", composed, overrides)
+        state = start(f"flows.recorded:{name}", composed, overrides, body)
     result = state.result(raise_on_failure=False)
     if isinstance(result, BaseException):
         raise result

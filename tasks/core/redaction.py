@@ -55,8 +55,6 @@ _SECRET_NAME = re.compile(
 _VARIABLE = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_]\w*)")
 _WORD, _WORDS = re.compile(r"[a-z]+"), re.compile(r"[a-z]+(?:[_-][a-z]+)*")
 
-_typed: dict[str, str] = {}
-"""Overrides of this process's command line, by their redacted text."""
 _shown: dict[str, str] = {}
 """The text to show, by hidden value."""
 _values: re.Pattern[str] | None = None
@@ -181,15 +179,5 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def without_passwords(overrides: Iterable[str]) -> list[str]:
-    """Redact overrides for Prefect, which records the parameters of a flow run.
-
-    `with_passwords` restores them in this process.
-    """
-    shown = {redact(override): override for override in overrides}
-    _typed.update(shown)
-    return list(shown)
-
-
-def with_passwords(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides that were typed, given those of `without_passwords`."""
-    return [_typed.get(override, override) for override in overrides]
+    """Redact overrides for Prefect, which records the parameters of a flow run."""
+    return list(map(redact, overrides))

@@ -307,8 +307,10 @@ def _rank_findings(
         yield f"files of several checkpoints: (stage, ranks) of the optimizer {sorted(kinds)}"
         return
     world = ranks[0].partitions if ranks else first.world_size or len(models)
-    due = [("optim", ranks)] * (not is_universal) + [("model", models)] * first.is_partition
+    due: list[tuple[str, Sequence[_Optim | _Model]]] = [("optim", ranks), ("model", models)]
     for kind, states in due:
+        if (kind == "optim" and is_universal) or (kind == "model" and not first.is_partition):
+            continue
         numbers = {int(re.findall(r"rank_(\d+)", state.path.name)[0]) for state in states}
         missing = next((rank for rank in range(world) if rank not in numbers), None)
         if missing is not None:

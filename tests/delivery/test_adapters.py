@@ -17,8 +17,6 @@ from safetensors.torch import load_file, save_file
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import direct, plan
 from tasks.audit.run import audit
-from tasks.delivery.base import attention_of
-from tasks.delivery.source import recognise
 from tasks.serving.reference.load import load_model
 from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
@@ -169,15 +167,6 @@ def test_a_square_parameter_needs_the_version(here, made, tmp_path) -> None:
 LOG = logging.getLogger("tests.deliver")
 
 
-def eager(shards: Path, folder: Path) -> Path:
-    """Copy the shards, with a record of eager attention."""
-    shutil.copytree(shards, folder)
-    path = folder / "train.json"
-    record = json.loads(path.read_text()) | {"attn_implementation": "eager"}
-    path.write_text(json.dumps(record))
-    return folder
-
-
 def test_a_light_adapter_is_kept_by_default(adapter: Path, base: Path, tmp_path: Path) -> None:
     """Updates are about half a step of bf16; `audit` measures the loss of a merge to nearest."""
     light = tmp_path / "light"
@@ -204,18 +193,3 @@ def test_a_light_adapter_is_kept_by_default(adapter: Path, base: Path, tmp_path:
                   if f.code == "ADAPTER_ROUNDS_AWAY"]  # fmt: skip
     shares = [int(share) / 100 for share in re.findall(r"(\d+)%", finding.found)]
     assert shares[0] == pytest.approx(nearest / update, abs=0.05)
-
-
-class TestTheAttention:
-    def test_gathered_adapter_uses_the_attention_of_its_training(
-        self, shards: Path, adapter: Path, tmp_path: Path
-    ) -> None:
-        store = tmp_path / "artifacts"
-        trained = eager(shards, store / "shards" / "one")
-        fields = {"kind": "shards", "digest": "d1", "tensors": {}, "files": {}, "notes": {}}
-        (trained / "manifest.json").write_text(json.dumps({**fields, "inputs": {}}))
-        made = Path(shutil.copytree(adapter, tmp_path / "adapter"))
-        manifest = {**fields, "kind": "adapter", "digest": "d2", "inputs": {"trained": "d1"}}
-        (made / "manifest.json").write_text(json.dumps(manifest))
-        assert attention_of(recognise(made), store) == ("eager", "")
-        assert attention_of(recognise(made), tmp_path / "elsewhere") == ("sdpa", "")

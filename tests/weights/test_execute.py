@@ -21,7 +21,7 @@ from tasks.weights import plan as plans
 from tasks.weights.execute import execute as executing
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
-from tasks.weights.execute.writer import Spec, plan_shards, shard_file, shard_names
+from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.header import read_header
 from tasks.weights.files.reader import Checkpoint, read_checkpoint
@@ -155,18 +155,3 @@ def test_safetensors_reads_a_planned_header(tmp_path_factory, kinds) -> None:
     with safe_open(path, framework="numpy") as file:
         assert set(file.keys()) == {spec.name for spec in specs}
         assert file.metadata() == {"format": "pt"}
-
-
-@settings(max_examples=40, deadline=None)
-@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30), limit=st.integers(1, 60))
-def test_shards_keep_order_lose_nothing_and_are_full(sizes: list[int], limit: int) -> None:
-    specs = [Spec(str(i), (size,), "U8") for i, size in enumerate(sizes)]
-    shards = plan_shards(specs, limit)
-    assert [spec for shard in shards for spec in shard] == specs
-    assert all(shards)
-    totals = [sum(spec.nbytes for spec in shard) for shard in shards]
-    for shard, total in zip(shards, totals, strict=True):
-        assert total <= limit or len([s for s in shard if s.nbytes]) == 1
-    for total, following in zip(totals, shards[1:], strict=False):
-        assert total + following[0].nbytes > limit
-    assert len(shard_names(len(shards))) == len(shards)

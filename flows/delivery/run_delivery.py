@@ -145,7 +145,7 @@ def compare(composed: Composed, log: Any) -> None:
     for line in (f"source: {delivery.given.line()}", f"base: {delivery.base}"):
         print(plain(line))
     for record in choice.evidence:
-        print(plain(f"trained on the base {record.held.value} ({record})"))
+        print(plain(f"trained on the base {record.precision.value} ({record})"))
     factors = weights_of(delivery.adapters)
     roots = {role(index): each.given.root for index, each in enumerate(delivery.adapters)}
     model = ModelRef(

@@ -24,7 +24,7 @@ from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError
 from tasks.core.files import meant
 from tasks.core.terminal import typed
-from tasks.delivery.evidence import Evidence, Held, find_evidence
+from tasks.delivery.evidence import Evidence, Precision, find_evidence
 from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Given
 from tasks.weights.files.documents import optional_json, read_json, read_manifest
 from tasks.weights.files.identity import base_mismatch, published
@@ -141,7 +141,7 @@ def attention_of(given: Given, store: Path) -> tuple[str, str]:
 
 
 ORIGINAL, DEQUANTIZED, COMPARE = "original", "dequantized", "compare"
-_MODES = {Held.FULL: ORIGINAL, Held.FOUR: DEQUANTIZED}
+_MODES = {Precision.FULL: ORIGINAL, Precision.FOUR: DEQUANTIZED}
 _EITHER = "merge.base=original for LoRA, merge.base=dequantized for QLoRA"
 _MEASURE = "merge.base=compare measures how far apart the two are and writes nothing"
 
@@ -220,11 +220,11 @@ def _stored_small(
             f"merge.base={mode}, but base={base} is stored in {how} and has no other weights",
             hint="merge.base=auto; or base=<the same model in 16 bits>",
         )
-    against = [each for each in evidence if (each.held is Held.FULL) == packed]
+    against = [each for each in evidence if (each.precision is Precision.FULL) == packed]
     if against and mode != chosen:
         raise ConfigError(
             f"base={base} is stored in {how}, and the adapter was trained on the base "
-            f"{against[0].held.value} ({against[0]})",
+            f"{against[0].precision.value} ({against[0]})",
             hint=f"{remedy(base)}; or merge.base={chosen}, which takes this one all the same",
         )
     return BaseChoice(chosen, None, f"{base} is stored in {how}", evidence=evidence)
@@ -234,17 +234,18 @@ def _by_evidence(
     mode: str, details: Mapping[str, Any], evidence: tuple[Evidence, ...]
 ) -> BaseChoice:
     """Choose for a checkpoint made elsewhere: the setting decides, else the trainer's files."""
-    precisions = {item.held for item in evidence}
-    four = next((item.quantization for item in evidence if item.held is Held.FOUR), {})
+    precisions = {item.precision for item in evidence}
+    four = next((item.quantization for item in evidence if item.precision is Precision.FOUR), {})
     details = {**details, **four}
     if mode in (ORIGINAL, DEQUANTIZED):
         warnings = tuple(
-            f"merge.base={mode}, but the adapter was trained on the base {item.held.value} ({item})"
+            f"merge.base={mode}, but the adapter was trained on the base {item.precision.value} "
+            f"({item})"
             for item in evidence
-            if _MODES.get(item.held) != mode
+            if _MODES.get(item.precision) != mode
         )
         # The reference is the trained model, so the drift shows the loss of a wrong choice.
-        through = mode == DEQUANTIZED or precisions == {Held.FOUR}
+        through = mode == DEQUANTIZED or precisions == {Precision.FOUR}
         quantization = {**details, "base": mode} if through else None
         return BaseChoice(mode, quantization, f"merge.base={mode}", warnings, evidence)
     chosen = _MODES.get(next(iter(precisions))) if len(precisions) == 1 else None
@@ -263,14 +264,14 @@ def undecided(given: Given, choice: BaseChoice) -> ConfigError:
             "a worse model, which no check sees",
             hint=f"{_EITHER}; {_MEASURE}",
         )
-    contradict = len({item.held for item in choice.evidence}) > 1
+    contradict = len({item.precision for item in choice.evidence}) > 1
     first = choice.evidence[0]
     return ConfigError(
         f"source={given.root}: its trainer's files contradict each other about the base"
         if contradict
-        else f"source={given.root}: it was trained on a base {first.held.value} ({first}); "
+        else f"source={given.root}: it was trained on a base {first.precision.value} ({first}); "
         "merged into any other base it is another model",
-        details=[f"{item}: {item.held.value}" for item in choice.evidence],
+        details=[f"{item}: {item.precision.value}" for item in choice.evidence],
         hint=f"{_EITHER}; {_MEASURE}"
         if contradict
         else "merge.base=original takes the 16-bit base all the same",

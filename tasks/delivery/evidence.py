@@ -55,7 +55,7 @@ _TRAINERS = ("finetuning_type", "adapter", "tuner_type", "train_type", "sft_type
 """Keys of a full trainer configuration. Without a quantization key in it, none was used."""
 
 
-class Held(Enum):
+class Precision(Enum):
     """Precision of the base during training. The value is the text shown to users."""
 
     FULL = "in full precision"
@@ -69,7 +69,7 @@ class Evidence:
 
     file: Path  # the file with the record
     text: str  # its settings, as they are written in the file
-    held: Held  # precision of the base during training
+    precision: Precision  # precision of the base during training
     # for 4 bits: "type", "double_quant", "compute_dtype", as far as recorded
     quantization: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,13 +89,13 @@ def _witnessed(file: Path, layers: Mapping[str, Any]) -> Evidence:
     method = str(layers["method"])
     text = f"quantization: {method}"
     if method == "none":
-        return Evidence(file, text, Held.FULL)
+        return Evidence(file, text, Precision.FULL)
     if method not in ("nf4", "fp4"):
-        return Evidence(file, text, Held.OTHER)
+        return Evidence(file, text, Precision.OTHER)
     details = {"type": method, "double_quant": bool(layers.get("double_quant"))}
     compute = layers.get("compute_dtype")
     return Evidence(
-        file, text, Held.FOUR, {**details, "compute_dtype": compute} if compute else details
+        file, text, Precision.FOUR, {**details, "compute_dtype": compute} if compute else details
     )
 
 
@@ -155,20 +155,20 @@ def _read(path: Path, document: Mapping[str, Any], *, whole: bool) -> Evidence |
         or (nested and method)
         or (whole and method not in ("", "none", *_BITS_AND_BYTES))
     ):
-        return Evidence(path, _shown(merged, *_QUANTIZATION), Held.OTHER)
+        return Evidence(path, _shown(merged, *_QUANTIZATION), Precision.OTHER)
     for key in _MODEL_KEYS:
         name = str(document.get(key) or "").rstrip("/")
         if _PACKED.search(name):
             return Evidence(
-                path, f"{key}: {name}", Held.FOUR, {"type": "nf4", "double_quant": True}
+                path, f"{key}: {name}", Precision.FOUR, {"type": "nf4", "double_quant": True}
             )
         if _OTHERWISE.search(name):
-            return Evidence(path, f"{key}: {name}", Held.OTHER)
+            return Evidence(path, f"{key}: {name}", Precision.OTHER)
     if whole and any(document.get(key) for key in _TRAINERS):
         shown = _shown(document, *_TRAINERS)
         named = [key for key in _QUANTIZATION if key in document]
         none = _shown(document, *named) if named else "no quantization"
-        return Evidence(path, f"{shown}, {none}", Held.FULL)
+        return Evidence(path, f"{shown}, {none}", Precision.FULL)
     return None
 
 
@@ -183,7 +183,7 @@ def _four_bits(path: Path, settings: Mapping[str, Any]) -> Evidence:
     text = _shown(settings, *_QUANTIZATION) or f"adapter: {settings.get('adapter')}"
     skipped = settings.get("llm_int8_skip_modules")
     if isinstance(skipped, list) and set(skipped) - {"lm_head"}:
-        return Evidence(path, f"{text}, llm_int8_skip_modules: {skipped}", Held.OTHER)
+        return Evidence(path, f"{text}, llm_int8_skip_modules: {skipped}", Precision.OTHER)
     nested = settings.get("bnb_config_kwargs")  # axolotl's
     settings = {**settings, **nested} if isinstance(nested, Mapping) else settings
     kind = settings.get("bnb_4bit_quant_type") or settings.get("quantization_type")
@@ -195,7 +195,10 @@ def _four_bits(path: Path, settings: Mapping[str, Any]) -> Evidence:
         "compute_dtype": compute if compute in ("bfloat16", "float16", "float32") else None,
     }
     return Evidence(
-        path, text, Held.FOUR, {key: value for key, value in details.items() if value is not None}
+        path,
+        text,
+        Precision.FOUR,
+        {key: value for key, value in details.items() if value is not None},
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tasks.delivery.comparing import _losses
-from tasks.delivery.evidence import Held, find_evidence
+from tasks.delivery.evidence import Precision, find_evidence
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_as_trained
 from tests.weights.making import state_of
@@ -59,47 +59,50 @@ Run it with `load_in_4bit: true` if memory is short.
 """
 NF4 = {"type": "nf4", "double_quant": True}
 
-RECORDS: dict[str, tuple[str, str, Held, dict[str, Any]]] = {
-    "ms-swift, 4 bits": ("args.json", json.dumps({**SWIFT, **FOUR}), Held.FOUR,
+RECORDS: dict[str, tuple[str, str, Precision, dict[str, Any]]] = {
+    "ms-swift, 4 bits": ("args.json", json.dumps({**SWIFT, **FOUR}), Precision.FOUR,
                          {**NF4, "compute_dtype": "bfloat16"}),
-    "ms-swift, LoRA": ("args.json", json.dumps(SWIFT), Held.FULL, {}),
+    "ms-swift, LoRA": ("args.json", json.dumps(SWIFT), Precision.FULL, {}),
     "ms-swift, 8 bits": ("args.json", json.dumps({**SWIFT, **FOUR, "quant_bits": 8}),
-                         Held.OTHER, {}),
+                         Precision.OTHER, {}),
     "ms-swift 2": ("sft_args.json", json.dumps({"sft_type": "lora", "quantization_bit": 4}),
-                   Held.FOUR, {}),
+                   Precision.FOUR, {}),
     "LLaMA-Factory, 4 bits": ("training_args.yaml", FACTORY + "quantization_bit: 4\n"
-                              "double_quantization: false\n", Held.FOUR, {"double_quant": False}),
+                              "double_quantization: false\n", Precision.FOUR,
+                              {"double_quant": False}),
     "LLaMA-Factory, LoRA": ("llamafactory_args.yaml", FACTORY + "quantization_method: bnb\n",
-                            Held.FULL, {}),
+                            Precision.FULL, {}),
     "LLaMA-Factory, hqq": ("training_args.yaml", FACTORY + "quantization_bit: 4\n"
-                           "quantization_method: hqq\n", Held.OTHER, {}),
+                           "quantization_method: hqq\n", Precision.OTHER, {}),
     "LLaMA Board": ("llamaboard_config.yaml", "top.finetuning_type: lora\n"
-                    "top.quantization_bit: '4'\ntop.quantization_method: bnb\n", Held.FOUR, {}),
-    "axolotl, 4 bits": ("axolotl.yaml", AXOLOTL.format("qlora", "true"), Held.FOUR, {}),
-    "axolotl, LoRA": ("config.yml", AXOLOTL.format("lora", "false"), Held.FULL, {}),
-    "axolotl's card": ("README.md", CARD.format(AXOLOTL.format("qlora", "true")), Held.FOUR, {}),
-    "peft's card": ("README.md", OLD_CARD, Held.FOUR,
+                    "top.quantization_bit: '4'\ntop.quantization_method: bnb\n",
+                    Precision.FOUR, {}),
+    "axolotl, 4 bits": ("axolotl.yaml", AXOLOTL.format("qlora", "true"), Precision.FOUR, {}),
+    "axolotl, LoRA": ("config.yml", AXOLOTL.format("lora", "false"), Precision.FULL, {}),
+    "axolotl's card": ("README.md", CARD.format(AXOLOTL.format("qlora", "true")),
+                       Precision.FOUR, {}),
+    "peft's card": ("README.md", OLD_CARD, Precision.FOUR,
                     {"type": "fp4", "double_quant": False, "compute_dtype": "float16"}),
     "card, base's name": ("README.md", "---\nbase_model: unsloth/Qwen3-8B-bnb-4bit\n---\n",
-                          Held.FOUR, NF4),
+                          Precision.FOUR, NF4),
     "unsloth": ("adapter_config.json",
                 json.dumps({"base_model_name_or_path": "unsloth/Qwen3-8B-bnb-4bit"}),
-                Held.FOUR, NF4),
+                Precision.FOUR, NF4),
     "unsloth, dynamic": ("adapter_config.json",
                          json.dumps({"base_model_name_or_path": "unsloth/Qwen3-unsloth-bnb-4bit"}),
-                         Held.OTHER, {}),
+                         Precision.OTHER, {}),
     "on AWQ": ("adapter_config.json",
-               json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B-AWQ"}), Held.OTHER, {}),
+               json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B-AWQ"}), Precision.OTHER, {}),
     "config.json beside it": (
         "config.json",
         json.dumps({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True,
                                             "bnb_4bit_quant_type": "nf4"}}),
-        Held.FOUR, {"type": "nf4"}),
+        Precision.FOUR, {"type": "nf4"}),
     "some modules in 16 bits": (
         "config.json",
         json.dumps({"quantization_config": {"load_in_4bit": True,
                                             "llm_int8_skip_modules": ["lm_head", "q_proj"]}}),
-        Held.OTHER, {}),
+        Precision.OTHER, {}),
 }  # fmt: skip
 
 
@@ -110,7 +113,7 @@ def test_records_are_read(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / file).write_text(text)
         records = find_evidence(folder)
-        if [(r.file, r.held, r.quantization) for r in records] != [
+        if [(r.file, r.precision, r.quantization) for r in records] != [
             (folder / file, precision, quantization)
         ]:
             missed.append((name, records))
@@ -151,7 +154,7 @@ def test_arguments_that_trl_pickled(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         torch.save(settings, tmp_path / name / "training_args.bin")
     (record,) = find_evidence(tmp_path / "qlora")
-    assert record.held is Held.FOUR
+    assert record.precision is Precision.FOUR
     assert record.quantization == {
         "type": "nf4", "double_quant": False, "compute_dtype": "bfloat16",
     }  # fmt: skip

@@ -18,8 +18,8 @@ from tasks.core.terminal import quoted, typed
 
 _FLAGS = {
     "--multirun": 0, "-m": 0, "--resolve": 0, "--version": 0, "--hydra-help": 0,
-    "--cfg": 1, "-c": 1, "--info": 1, "-i": 1, "--package": 1, "-p": 1, "--shell-completion": 0,
-    "-sc": 0,
+    "--cfg": 1, "-c": 1, "--info": 1, "-i": 1, "--package": 1, "-p": 1, "--shell-completion": 1,
+    "-sc": 1,
 }  # fmt: skip
 """Hydra's flags, and the number of their values."""
 _SEARCHED = "hydra.searchpath"
@@ -66,7 +66,8 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
         elif flag == _SEARCHED:
             searched += value.strip("[]").split(",")
         elif flag in _FLAGS:
-            count = 0 if joined else _FLAGS[flag]
+            optional = flag in ("--info", "-i") and "=" in "".join(rest[:1])
+            count = 0 if joined or optional else _FLAGS[flag]
             arguments.flags += [word, *rest[:count]]
             rest = rest[count:]
         elif word.startswith("-"):

@@ -90,7 +90,7 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
     hide_interpolated(" ".join([*arguments.overrides, *arguments.for_steps]))
     shown = {("--cfg", "job"), ("-c", "job")} & set(pairwise(arguments.flags))
     # `--resolve` shows computed defaults as numbers.
-    words = [*arguments.flags, *arguments.overrides, *(["--resolve"] if shown else [])]
+    words = [*arguments.overrides, *arguments.flags, *(["--resolve"] if shown else [])]
     prints = any(flag.partition("=")[0] in _PRINTS for flag in arguments.flags)
     if prints:
         with suppress(PlumblineError):  # which Hydra reports below

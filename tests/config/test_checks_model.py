@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from flows.cli.config import compose_config
 from tasks.config.checks import findings, model
@@ -17,16 +18,13 @@ from tests.machines import QWEN_7B, with_hub
 from tests.tiny import tiny
 
 
-def test_model_without_a_folder(tmp_path: Path) -> None:
-    (finding,) = model.look("hf", None)[1]
-    assert finding.override == "model.path=<folder or hub id>"
-    assert model.look("hf", "Qwen/Qwen2.5-0.5B") == (model.Known(), [])
-    assert model.look("hf", "owner--name") == (model.Known(), [])  # no id of the Hub
-    for path in ("/no/such/folder", "a/b/c", "./nothing"):
+def test_a_model_that_is_neither_a_folder_nor_an_id(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    for path in ("/no/such/folder", "a/b/c", "./nothing", str(tmp_path / "model.gguf")):
         assert path in model.look("hf", path)[1][0].found
-    file = tmp_path / "model.gguf"
-    file.touch()
-    assert str(file) in model.look("hf", str(file))[1][0].found
+    assert model.look("hf", None)[1][0].override == "model.path=<folder or hub id>"
+    for hub_id in ("Qwen/Qwen2.5-0.5B", "owner--name"):  # which the Hub refuses
+        assert model.look("hf", hub_id) == (model.Known(), [])
 
 
 @pytest.fixture
@@ -35,28 +33,23 @@ def folder(tmp_path: Path) -> Path:
     config = {"model_type": "qwen2", "max_position_embeddings": 99}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
-    entry = {"a.q_proj.weight": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}
-    header = json.dumps(entry).encode()
-    weights = struct.pack("<Q", len(header)) + header + bytes(12)
-    (tmp_path / "model.safetensors").write_bytes(weights)
+    save_file({"a.q_proj.weight": np.zeros((2, 3))}, tmp_path / "model.safetensors")
     return tmp_path
 
 
-def test_model_folder_is_read(folder: Path) -> None:
+def test_a_model_folder_and_all_of_its_faults(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     known = model.Known(("a.q_proj",), 6, 99, config, owners=("a.q_proj",))
     assert model.look("hf", str(folder)) == (known, [])
-
-
-def test_every_fault_of_a_model_folder_is_reported(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    (folder / "tokenizer.json").unlink()
-    (folder / "config.json").unlink()
-    config, tokenizer, tensor = [f.found for f in model.look("hf", str(folder))[1]]
-    assert "config.json" in config
-    assert "tokenizer.json" in tokenizer
-    assert "model.safetensors" in tensor
+    names = ("config.json", "tokenizer.json")
+    for name in names:
+        (folder / name).unlink()
+    found = [finding.found for finding in model.look("hf", str(folder))[1]]
+    assert [n for n, text in zip((*names, weights.name), found, strict=True) if n in text] == [
+        *names, weights.name,
+    ]  # fmt: skip
 
 
 def test_a_hub_id_is_known_once_its_config_is_in_the_cache(

@@ -5,10 +5,14 @@
     print(report.text())
     repair(Path("ckpt"), Path("new"))     a copy without the errors that can be repaired
 
-check       `@check` declares a code at the function that looks for it; `examine` runs all
-checks/     the checks; a new one is one function in one of these files
-source      the opened and recognised folder that every check reads, from `folder`
-repair      applies the repairs that findings carry to a draft, audits it, writes it
-run         `audit` and `Report`
-known       configuration fields, and the classes of vLLM and transformers
+check         `@check` declares a code at the function that looks for it; `examine` runs all
+checks/       the checks; a new one is one function in one of these files
+source        the opened and recognised folder that every check reads, from `folder`
+tensor_names  names without wrappers; embeddings
+scan          tensor data, read once
+known         configuration fields, and the classes of vLLM and transformers
+class_contract  builds a class with transformers, in a child process
+repair        writes a copy with other names, index and format
+run           `audit` and `Report`
+page          the list of all findings
 """

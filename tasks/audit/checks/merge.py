@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -99,7 +99,9 @@ def merge_wrong(source: Source) -> Iterator[Fault]:
     for state, meaning in _FAULTS.items():
         wrong = [verdict for verdict in proof.of(state) if verdict not in changed]
         if wrong:
-            text = f"{meaning}: {_details(wrong, proof)}"
+            scales = sorted({round(verdict.scale, 3) for verdict in wrong})
+            rest = f", {scales[0]} to {scales[-1]} times" if state is State.SCALED else ""
+            text = f"{meaning}{rest}: {len(wrong)} of {len(proof.verdicts)} tensors"
             yield Fault(text, "base + scale * B A", _file(source, wrong), _names(wrong))
     if changed:
         text = f"changed, and the adapter does not touch them: {len(changed)} of {len(untouched)}"
@@ -107,21 +109,6 @@ def merge_wrong(source: Source) -> Iterator[Fault]:
     if proof.drifts and not proof.faults:
         text = f"a wrong scale: {proof.scale:.4f} times the change, over all tensors"
         yield Fault(text, "the change once")
-
-
-def _details(wrong: Sequence[Verdict], proof: Proof) -> str:
-    first, count = wrong[0], len(wrong)
-    touched = sum(verdict.touched for verdict in proof.verdicts)
-    if first.state is State.SCALED:
-        scales = sorted({round(verdict.scale, 3) for verdict in wrong})
-        text = " to ".join(map(str, dict.fromkeys((scales[0], scales[-1]))))
-        return f"{text} times the change, in {count} of {touched} tensors"
-    if first.state in (State.LEFT_OUT, State.TWICE):
-        return f"{count} of {touched} tensors that the adapter changes"
-    if first.sums is not None and first.sums.beyond:
-        beyond, elements = first.sums.beyond, first.sums.elements
-        return f"{count} tensors; of the first {beyond} of {elements} elements are off"
-    return f"{count} tensors"
 
 
 @check(

@@ -392,25 +392,21 @@ def _lost_experts(source: Source) -> list[str]:
     issues="unsloth #1770",
 )  # fmt: skip
 def tensor_unexpected(source: Source) -> Iterator[Fault]:
-    """Tensors that the model's class, or the number of layers in config.json, does not have."""
-    of_class, layers = source.once(_class_of), source.once(_layers)
-    if of_class is not None and not of_class.problem:
-        explained = {model_name(key) for key in source.explained}
-        odd = [
-            key
-            for key in source.once(plain_tensors)
-            if not (key in of_class.shapes or key in of_class.optional or key in explained)
-            and not key.endswith(_LEFT_BY_OLD)
-        ]
-        if odd:
-            severity = ERROR if source.codes.get("TENSOR_MISSING") is ERROR else None
-            text = f"{len(odd)} that the class does not have"
-            expected = f"the tensors of {first_architecture(source.config())}"
-            yield Fault(text, expected, tensors=odd, severity=severity)
-    elif layers.surplus and "ARCHITECTURE_KEYS" not in source.codes:
-        numbers = [f"layer {number}" for number in layers.surplus]
-        expected = f"{layers.count}, as config.json says"
-        yield Fault(layers.text, expected, tensors=numbers, severity=ERROR)
+    """Tensors that the model's class does not have."""
+    of_class = source.once(_class_of)
+    if of_class is None or of_class.problem:
+        return
+    known = {model_name(key) for key in source.explained} | {*of_class.shapes, *of_class.optional}
+    odd = [
+        key
+        for key in source.once(plain_tensors)
+        if key not in known and not key.endswith(_LEFT_BY_OLD)
+    ]
+    if odd:
+        severity = ERROR if source.codes.get("TENSOR_MISSING") is ERROR else None
+        text = f"{len(odd)} that the class does not have"
+        expected = f"the tensors of {first_architecture(source.config())}"
+        yield Fault(text, expected, tensors=odd, severity=severity)
 
 
 @check(
@@ -451,7 +447,6 @@ class _Layers:
     count: int = 0
     text: str = ""
     lacking: Collection[int] = ()
-    surplus: Collection[int] = ()
     lacks_mtp: bool = False
 
 
@@ -482,7 +477,6 @@ def _layers(source: Source) -> _Layers:
         count,
         f"{len(numbers)} layers, up to {max(numbers)}",
         [number for number in range(min(count, max(numbers) + 1000)) if number not in numbers],
-        sorted(number for number in numbers if number >= count + promised),
         bool(promised) and not has_mtp and not any(number >= count for number in numbers),
     )
 

@@ -1,6 +1,6 @@
 """Values, by themselves and against the base that a model or an adapter should come from.
 
-Weights up to 2 GB are read, larger ones with values=true. Every byte is read once.
+Weights up to 2 GB are read, larger ones with values=true.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class DryRun:
         """Note the state of one stage. Returns its artifact, without digest if it has to run."""
         artifact = Artifact(stage.kind, self.store / stage.kind, "")
         state = "to run"
-        if all(given.digest for given in inputs.values()):
+        if all(each.digest for each in inputs.values()):
             path = artifact.path / stage.key(plain(config), inputs)
             if {stage.name, f"{self.step}.{stage.name}"} & self.force:
                 state = f"to run (forced): {path.name}"

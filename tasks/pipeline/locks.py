@@ -34,7 +34,7 @@ LOCKS = ".locks"
 POLL_S = 0.2
 HINT = "wait for it: paths.wait_s=null, or run beside it: paths.runs=<other folder>"
 
-_held: set[Path] = set()
+_entered: set[Path] = set()
 
 
 class Needs(Enum):
@@ -68,7 +68,7 @@ def hold(runs: Path, patience: Patience = AT_ONCE, *, alone: bool = False) -> It
     server, and the flow takes it again, since a Prefect worker has no command.
     """
     runs = runs.resolve()
-    if runs in _held:
+    if runs in _entered:
         yield
         return
     runs.mkdir(parents=True, exist_ok=True)
@@ -78,11 +78,11 @@ def hold(runs: Path, patience: Patience = AT_ONCE, *, alone: bool = False) -> It
         _lock(handle, kind, patience, f"{runs} is in use by another run", lambda: _holders(handle))
         me = f"pid {os.getpid()} on {socket.gethostname()}: {redact(' '.join(sys.argv))}\n"
         os.write(handle, me.encode("utf-8", "replace"))
-        _held.add(runs)
+        _entered.add(runs)
         try:
             yield
         finally:
-            _held.remove(runs)
+            _entered.remove(runs)
             if _try(handle, fcntl.LOCK_EX):  # the last one clears the names
                 os.ftruncate(handle, 0)
     finally:

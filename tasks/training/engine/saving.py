@@ -15,15 +15,13 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import torch
-
 from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import ENGINE, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.failure import another_rank_failed
-from tasks.training.engine.partitions import trainable
+from tasks.training.engine.partitions import not_finite, own_partitions
 from tasks.training.job import TrainJob
 
 Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
@@ -80,10 +78,10 @@ class Saver:
         )
 
     def _require_finite(self, step: int) -> None:
-        parameters = trainable(self._engine.module)
-        own = {name: getattr(p, "ds_tensor", p) for name, p in parameters.items()}
-        mine = [name for name, tensor in own.items() if not torch.isfinite(tensor).all()]
-        broken = sorted({name for names in self._ranks.all_objects(mine) for name in names})
+        ranks = self._ranks
+        own = own_partitions(self._engine.module, rank=ranks.rank, world_size=ranks.world_size)
+        mine = not_finite(own)
+        broken = sorted({name for names in ranks.all_objects(mine) for name in names})
         if broken:
             good = checkpoint.last_good(self._job.checkpoints)
             raise TrainingError(

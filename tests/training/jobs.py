@@ -6,7 +6,7 @@ The persistence threshold is 0: with DeepSpeed's default ZeRO-3 would not partit
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ DEFAULT = (
 """Jobs of the default suite, with every kind of file, objective, restart and sharing once."""
 
 
-class Trained(Mapping[str, TrainJob]):
+class Trained:
     """Every job by name. The first access to a job trains all of its launch."""
 
     def __init__(self, folder: Path, dataset: Path, tokenizer: Any) -> None:
@@ -273,12 +273,6 @@ class Trained(Mapping[str, TrainJob]):
                 max_truncated=0.4,
             )
         return jobs
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(JOBS)
-
-    def __len__(self) -> int:
-        return len(JOBS)
 
 
 class Inputs:

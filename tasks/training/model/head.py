@@ -81,7 +81,12 @@ class Scaling:
 
 
 def token_logprobs(
-    head: nn.Module, hidden_NH: torch.Tensor, targets_N: torch.Tensor, scaling: Scaling
+    head: nn.Module,
+    hidden_NH: torch.Tensor,
+    targets_N: torch.Tensor,
+    scaling: Scaling,
+    *,
+    entropies: bool = False,
 ) -> torch.Tensor:
     """Compute log p(target) under softmax(scaling(head(hidden))), natural logarithm.
 
@@ -90,43 +95,30 @@ def token_logprobs(
         hidden_NH: hidden states of the tokens before the targets.
         targets_N: token ids.
         scaling: applied to the logits.
+        entropies: True to add the entropies of the same distributions. Their gradient needs all
+            logits of a token, so portions are computed again even if the head is frozen.
 
     Returns:
-        (N,) float32, in nats.
+        (N,) float32, in nats; (2, N) with entropies. One tensor, because in the backward pass
+        ZeRO-3 gathers once per output.
     """
 
     def compute(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
-        if type(body) is nn.Linear and not any(p.requires_grad for p in body.parameters()):
+        frozen = type(body) is nn.Linear and not any(p.requires_grad for p in body.parameters())
+        if frozen and not entropies:
             wants = torch.is_grad_enabled() and hidden.requires_grad
             out: torch.Tensor = _Frozen.apply(
                 hidden, body.weight, body.bias, targets_N, scaling, wants
             )
             return out
-        measure = partial(_logprobs, scaling=scaling)
+        measure = partial(_with_entropies if entropies else _logprobs, scaling=scaling)
         return _in_portions(body, logits_of, hidden, targets_N, measure)
 
-    return _call_once(head, hidden_NH, compute)
-
-
-def token_logprobs_and_entropies(
-    head: nn.Module, hidden_NH: torch.Tensor, targets_N: torch.Tensor, scaling: Scaling
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `token_logprobs` and the entropies of the same distributions, with gradients.
-
-    The gradient of an entropy needs all logits of its token, so portions are computed again in the
-    backward pass even if the head is frozen. Arguments are those of `token_logprobs`.
-
-    Returns:
-        (N,) log-probabilities and (N,) entropies, float32, in nats.
-    """
-
-    def compute(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
-        measure = partial(_with_entropies, scaling=scaling)
-        return _in_portions(body, logits_of, hidden, targets_N, measure)
-
-    # Stacked, because in the backward pass ZeRO-3 gathers once per output.
-    logprobs, entropies = _call_once(head, hidden_NH, compute).unbind()
-    return logprobs, entropies
+    with contextlib.ExitStack() as stack:
+        for body in _bodies(head):
+            stack.enter_context(_standing_in(body, partial(compute, body, body.forward)))
+        results: torch.Tensor = head(hidden_NH)
+    return results
 
 
 def _logprobs(logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling) -> torch.Tensor:
@@ -140,19 +132,6 @@ def _with_entropies(
     logprobs = scaling(logits).float().log_softmax(dim=-1)
     entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
     return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], entropies])
-
-
-def _call_once(
-    head: nn.Module,
-    hidden: torch.Tensor,
-    compute: Callable[[nn.Module, Forward, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Call `head` with `compute` in place of the forward pass that would return all logits."""
-    with contextlib.ExitStack() as stack:
-        for body in _bodies(head):
-            stack.enter_context(_standing_in(body, partial(compute, body, body.forward)))
-        out: torch.Tensor = head(hidden)
-    return out
 
 
 def _bodies(head: Any) -> list[nn.Module]:

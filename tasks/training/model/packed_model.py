@@ -25,7 +25,7 @@ from tasks.core.events import say
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model import attention, sequence_parallel
 from tasks.training.model.families import CAPPED, uncapped, why_padded
-from tasks.training.model.head import Scaling, token_logprobs, token_logprobs_and_entropies
+from tasks.training.model.head import Scaling, token_logprobs
 from tasks.training.model.sequence_parallel import SequenceParallel
 from tasks.training.tokens.packing import Row
 from tasks.weights.model_class import trunk_of
@@ -150,8 +150,8 @@ def _token_outputs(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: Token
     if outputs.states:
         return hidden
     scaling, head = Scaling.of(model.config, outputs.temperature), model.get_output_embeddings()
-    measure = token_logprobs_and_entropies if outputs.entropy else token_logprobs
-    return measure(head, hidden, row.targets, scaling)
+    results = token_logprobs(head, hidden, row.targets, scaling, entropies=outputs.entropy)
+    return tuple(results) if outputs.entropy else results
 
 
 def _padded(model: Any, row: Row, outputs: TokenOutputs) -> tuple[torch.Tensor, Any]:

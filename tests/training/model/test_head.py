@@ -8,7 +8,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from tasks.training.model import head as module
-from tasks.training.model.head import Scaling, token_logprobs, token_logprobs_and_entropies
+from tasks.training.model.head import Scaling, token_logprobs
 
 SCALINGS = {
     "none": Scaling(),
@@ -94,7 +94,7 @@ def test_wrapped_heads_and_entropies(monkeypatch: pytest.MonkeyPatch, kind: str)
     expected = [every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(dim=-1)]
     calls: list[torch.Size] = []
     head.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape))
-    logprobs, entropies = token_logprobs_and_entropies(head, hidden, targets, scaling)
+    logprobs, entropies = token_logprobs(head, hidden, targets, scaling, entropies=True)
     alone = token_logprobs(head, hidden, targets, scaling)
     for mine, other in zip([logprobs, entropies, alone], [*expected, expected[0]], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)

@@ -151,7 +151,7 @@ class Reading:
     def require_columns(self) -> None:
         """Raise DataError if no row of the source had the columns that its kind needs."""
         if self.names and not self.fitted:
-            wanted = self.options.kind.asked(self.source.columns)
+            wanted = self.options.kind.wanted(self.source.columns)
             raise wrong_columns(self.names, wanted, self.source.name)
 
     def counts(self) -> dict[str, Any]:

@@ -41,6 +41,8 @@ from tasks.data.messages import (
 from tasks.data.readers import kind_of
 
 Payload = dict[str, Any]
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
+"""Labels, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Kind:
             len(named) == len(roles) and set(named.values()) <= set(names) for roles, named in sets
         )
 
-    def asked(self, columns: Columns) -> dict[str, str]:
+    def wanted(self, columns: Columns) -> dict[str, str]:
         """Return the names of the required columns, by role; a row needs one set of them."""
         return columns.named(list(dict.fromkeys(role for roles in self.either for role in roles)))
 
@@ -159,9 +161,6 @@ def _plain(key: str, value: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise Unusable(f"{key!r} cannot be passed on to a reward: {error}") from error
     return value
-
-
-_FLAGS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_conversations_that_cannot_be_trained_are_refused() -> None:
 
 
 def test_wrong_columns_name_what_is_there_and_what_is_near() -> None:
-    error = wrong_columns({"promt", "respons", "n"}, CONVERSATIONS.asked(Columns()), "x.csv")
+    error = wrong_columns({"promt", "respons", "n"}, CONVERSATIONS.wanted(Columns()), "x.csv")
     assert "'n', 'promt', 'respons'" in error.message
     assert error.hint == "data.prompt_key=promt data.response_key=respons"
 

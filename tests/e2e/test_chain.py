@@ -260,8 +260,12 @@ def test_a_truncated_base_starts_nothing(
 def test_a_broken_row_that_the_preflight_does_not_read_is_named(
     chain: Run, rlhf: Callable[..., Run], tmp_path: Path
 ) -> None:
-    turns = [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}]
-    lines = [json.dumps({"messages": turns})] * (PEEK + 50)
+    lines = [
+        json.dumps(
+            {"messages": [{"role": role, "content": f"{n}"} for role in ("user", "assistant")]}
+        )
+        for n in range(PEEK + 50)
+    ]
     lines[PEEK + 40] = '{"messages": [{"role": "user"'
     (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
     done = rlhf(chain.runs, *SHORT, "data=jsonl", f"data.path={tmp_path}/chats.jsonl")

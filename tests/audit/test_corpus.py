@@ -99,7 +99,7 @@ def faults_of(name: str, corpus: Corpus) -> list[str]:
     if case.code not in added or "CANNOT_JUDGE" in added:
         wrong.append(f"{name}: {case.code} is not among {sorted(added)}")
     errors = {finding.code for finding in reported if finding.severity is Severity.ERROR}
-    not_lora = "not LoRA" in " ".join(finding.found for finding in reported)  # peft serves it
+    not_lora = "is not LORA" in " ".join(finding.found for finding in reported)  # peft serves it
     if not (errors or not_lora) and (reason := refused(folder, base)):
         wrong.append(f"{name}: deliver refuses it without a finding: {reason}")
     return wrong

@@ -49,10 +49,9 @@ def _foreign_modules(weights: Tensors) -> None:
         weights[key.replace("model.layers.1", "model.layers.7")] = weights.pop(key)
 
 
-def _swapped(weights: Tensors) -> None:
+def _narrow(weights: Tensors) -> None:
     for key in [key for key in weights if "experts" in key and "lora_A" in key]:
-        other = key.replace("lora_A", "lora_B")
-        weights[key], weights[other] = weights[other].T, weights[key].T
+        weights[key] = weights[key][:, :-1]
 
 
 _TOKENIZER = "tokenizer_config.json"
@@ -189,8 +188,8 @@ BROKEN_TUNED: dict[str, Broken] = {
     "names with model. twice": Broken(
         "ADAPTER_MODULES", "lora",
         by.renamed(lambda k: k.replace(".model.model.", ".model.model.model."), ADAPTER)),
-    "an expert's A and B swapped": Broken(
-        "ADAPTER_NO_MERGE", "moe-experts", by.tensors(_swapped, ADAPTER)),
+    "experts of another size": Broken(
+        "ADAPTER_NO_MERGE", "moe-experts", by.tensors(_narrow, ADAPTER)),
     "names of transformers 4.51": Broken(
         "ADAPTER_MODULES", "vl-lora",
         by.renamed(lambda k: k.replace(".language_model.layers.", ".layers."), ADAPTER)),

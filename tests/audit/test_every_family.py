@@ -59,7 +59,7 @@ def test_saved_checkpoints_have_no_errors(head: str, tmp_path: Path) -> None:
     wrong, count = [], 0
     for kind, folder in saved(head, tmp_path):
         count += 1
-        for finding in audit(folder).findings:
+        for finding in audit(folder, values=False).findings:  # the files are hollow
             if finding.severity is Severity.ERROR and finding.code != DEFAULTS.get(kind):
                 details = f"{finding.found}; {finding.expected}"
                 wrong.append(f"{folder.name}: {finding.code} {finding.where}: {details}")

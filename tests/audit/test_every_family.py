@@ -25,6 +25,8 @@ HEADS = {"CAUSAL_LM": 140, "IMAGE_TEXT_TO_TEXT": 55, "SEQUENCE_CLASSIFICATION": 
 """Heads, and the least number of classes that can be built with default sizes."""
 DEFAULTS = {"arcee": "TOKEN_UNKNOWN", "starcoder2": "TOKEN_UNKNOWN"}
 """Families whose default special token ids belong to a larger vocabulary."""
+HOLLOW = "PICKLE_CALLS"
+"""Zeros have no line end, at which a pickle that begins like such a header would be damaged."""
 
 
 def saved(head: str, root: Path) -> Iterator[tuple[str, Path]]:
@@ -60,7 +62,8 @@ def test_saved_checkpoints_have_no_errors(head: str, tmp_path: Path) -> None:
     for kind, folder in saved(head, tmp_path):
         count += 1
         for finding in audit(folder, values=False).findings:  # the files are hollow
-            if finding.severity is Severity.ERROR and finding.code != DEFAULTS.get(kind):
+            ignored = finding.code in (HOLLOW, DEFAULTS.get(kind))
+            if finding.severity is Severity.ERROR and not ignored:
                 details = f"{finding.found}; {finding.expected}"
                 wrong.append(f"{folder.name}: {finding.code} {finding.where}: {details}")
     assert wrong == []

@@ -118,7 +118,7 @@ def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Number
     config = json.loads((base / "config.json").read_text())
     gpu, peak = setting.device == "cuda", trained["metrics"]["peak_memory"]
     expected = estimate(config, settings, gpu=gpu).total
-    if gpu:
+    if gpu and not setting.tiny:
         assert 0.7 < expected / peak < 1.3, f"{name}: {expected >> 20} of {int(peak) >> 20} MiB"
     text = f"{expected / 2**30:.1f} of {peak / 2**30:.1f} GiB, {time.monotonic() - began:.0f} s"
     return trained["losses"], {name: text}

@@ -27,6 +27,7 @@ from tasks.process.output import Log
 from tasks.serving import http_server
 from tasks.serving.http_server import NAME
 from tasks.serving.llama_cpp import find_programs, gguf_file, serve_command
+from tasks.serving.prompts import Chat
 from tasks.serving.vllm.job import STAGE, time_limit
 from tasks.serving.vllm.server import AT_ONCE, running
 from tasks.verify.asked import Asked
@@ -38,6 +39,7 @@ from tasks.verify.servers.llama_cpp import LlamaCppServer
 from tasks.verify.servers.openai import VllmServer
 from tasks.verify.servers.server import Generated, Server
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
+from tasks.witness.plumbline_witness.probes import CHATS
 
 TEXTS = 16
 """Texts that the server has to split into the same tokens, and conversations it has to render."""
@@ -132,7 +134,7 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
         texts = [str(chat["messages"][-1]["content"]) for chat in conversations[:TEXTS]]
     else:
         texts = scorer.decode(served, question.prompts.tokens[:TEXTS])
-        conversations, rendered = [], []
+        conversations, rendered = _public(served, scorer)
     ids = scorer.encode_texts(served, texts, limit=1 << 20)
     unscored = [
         Probe(
@@ -153,6 +155,20 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
     tokens["tokenizer"]["eos_token_id"] = list(question.prompts.eos)
     facts = {"tokens": tokens, "longest_row": max(map(len, trained.probes))}
     return Reference(probes, trained, None, facts, served, tuple(unscored))
+
+
+def _public(served: Path, scorer: ReferenceScorer) -> tuple[list[Chat], list[list[int]]]:
+    """Return the public conversations and their tokens; none for a folder without a template.
+
+    Some templates refuse a system prompt, so conversations with one are left out.
+    """
+    if not (served / "chat_template.jinja").is_file():
+        return [], []
+    public: list[Chat] = [
+        {"messages": [{"role": role, "content": text} for role, text in turns]}
+        for turns in CHATS if turns[0][0] != "system"
+    ]  # fmt: skip
+    return public, scorer.encode(served, public).tokens
 
 
 def fingerprint_of(reference: Fingerprint, served: Aligned) -> Fingerprint:

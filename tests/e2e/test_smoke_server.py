@@ -11,6 +11,7 @@ import pytest
 
 from tests.commands import command, environment, run_in_empty, summary_of
 from tests.e2e.conftest import Run
+from tests.e2e.processes import living
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 QUICK = (
@@ -49,12 +50,6 @@ def report_of(summary: dict[str, Any], name: str = "smoke_eval") -> dict[str, An
     return {**json.loads((folder / "report.json").read_text()), "folder": folder}
 
 
-def alive(text: str) -> list[str]:
-    """Return the command lines of living processes that have a text."""
-    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    return [line.decode(errors="replace") for line in lines if text.encode() in line]
-
-
 def test_a_run_is_verified_and_evaluated_as_by_the_engine(
     trained: Run, rlhf: Callable[..., Run]
 ) -> None:
@@ -66,7 +61,7 @@ def test_a_run_is_verified_and_evaluated_as_by_the_engine(
     proven = {name: found[f"server: {name}"] for name in PROVEN}
     assert [text for text in proven.values() if text.startswith("not proven")] == []
     assert 0 < report["mean_kl"] < 1e-3
-    assert alive("vllm.entrypoints") == []
+    assert living(trained.runs) == []
 
     again = rlhf(trained.runs, *QUICK, "smoke.engine=vllm")
     assert again.code == 0, again.output
@@ -96,4 +91,4 @@ def test_a_server_with_another_template_is_named(trained: Run, tmp_path: Path) -
     assert "server: template" in text
     assert "the server renders conversations with another chat template" in text
     assert not (tmp_path / "out").exists()
-    assert alive("vllm.entrypoints") == []
+    assert living(tmp_path / "runs") == []

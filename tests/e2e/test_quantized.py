@@ -41,4 +41,4 @@ def test_only_the_last_model_of_a_chain_is_quantised(rlhf: Callable[..., Run], r
     assert done.output.count("smoke_quantized") == 1
     reward = rlhf(runs, "train=reward", "convert=fp8", "plan=true")
     assert reward.code == 2
-    assert "fp8 of a reward model" in reward.output
+    assert "convert.quantize=none" in reward.output

@@ -52,8 +52,10 @@ def make_inputs(folder: Path) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     adapted.save_pretrained(folder / "ckpt/adapter")
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    questions = ({"role": "user", "content": f"question {number}"} for number in range(40))
+    answer = {"role": "assistant", "content": "b"}
+    rows = (json.dumps({"messages": [question, answer]}) for question in questions)
+    (folder / "chats.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def typed(command: str, folder: Path) -> str:

@@ -82,6 +82,10 @@ class DataError(PlumblineError, ValueError):
     """The user's data cannot be used; details name file, line and mistake."""
 
 
+class EmptySplitError(DataError):
+    """No row is left to train on, or to evaluate on."""
+
+
 class ArtifactError(PlumblineError):
     """An artifact is missing, altered or unreadable."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tasks.core.errors import DataError
+from tasks.core.errors import DataError, EmptySplitError
 from tasks.data.columns import wrong_columns
 from tasks.data.control import WAYS, Control
 from tasks.data.kinds import CONVERSATIONS, Kind, Payload, content_id, side_id
@@ -308,7 +308,7 @@ def _move_one(out: Path, splits: dict[str, Split], *, seed: int) -> None:
 
 
 def _refuse_empty(splits: Iterable[Split], sources: Sequence[str], bad_rows: BadRows) -> None:
-    """Raise DataError if a split has no rows."""
+    """Raise EmptySplitError if a split has no rows."""
     for split in splits:
         if split.kept:
             continue
@@ -318,7 +318,7 @@ def _refuse_empty(splits: Iterable[Split], sources: Sequence[str], bad_rows: Bad
         hint = "data.path=<file with rows>"
         if split.name == HELD_OUT:
             hint = "data.eval_path=<file with rows>, or at least two different conversations"
-        raise DataError(
+        raise EmptySplitError(
             f"{', '.join(sources)}: the {split.name} split is empty: {counts}",
             details=bad_rows.lines(),
             hint=hint,

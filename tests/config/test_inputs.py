@@ -10,6 +10,7 @@ import pytest
 
 from flows.cli.config import compose_config
 from tasks.config.checks import findings
+from tasks.config.checks.inputs import PEEK
 from tests.witness.conftest import make_base
 
 CHAT = {"prompt": "q", "response": "a"}
@@ -39,6 +40,14 @@ def test_rows_that_an_objective_cannot_read(
         if text.startswith("data:")
     )  # fmt: skip
     assert named in finding
+
+
+def test_equal_first_rows_are_no_empty_split(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [CHAT] * PEEK + [{"prompt": f"question {number}", "response": "a"} for number in "12"]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert not [text for text in problems(tmp_path, "+exp=sft_full", f"data.path={file}")
+                if text.startswith("data:")]  # fmt: skip
 
 
 def test_a_base_with_a_damaged_tokenizer(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tasks.config.checks.context import Context
 from tasks.config.checks.settings import data_files
-from tasks.core.errors import DataError
+from tasks.core.errors import DataError, EmptySplitError
 from tasks.core.finding import Finding
 from tasks.data.readers import FILE_KINDS
 from tasks.delivery.examination import base_errors
@@ -43,10 +43,13 @@ def _base(folder: Path, _: str) -> list[Finding]:
 
 def _rows(settings: Mapping[str, Any]) -> Iterator[Finding]:
     arguments = data_settings(settings)
-    arguments["max_samples"] = min(PEEK, arguments["max_samples"] or PEEK)
+    first = {**arguments, "max_samples": min(PEEK, arguments["max_samples"] or PEEK)}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            prepare_data(Path(folder), log=_SILENT, **arguments)
+            try:
+                prepare_data(Path(folder), log=_SILENT, **first)
+            except EmptySplitError:  # the first rows may all be equal
+                prepare_data(Path(folder), log=_SILENT, **arguments)
         except DataError as error:
             allowed = error.details[0] if error.details else "rows that can be read"
             yield Finding("data", error.message, allowed, error.hint or "data.path=<file>")

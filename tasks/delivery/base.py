@@ -53,10 +53,11 @@ def find_base(given: Given, base: str | None, store: Path) -> Path | None:
 
 def base_missing(given: Given) -> ConfigError:
     """Return the error for an adapter whose base is unknown."""
-    named = recorded_name(given) or "no model"
+    named = recorded_name(given)
+    what = f"{named}, which is not a local folder" if named else "no model"
     return ConfigError(
         f"source={given.root} is {given.what}: its base is needed",
-        details=[f"{ADAPTER_CONFIG} names {named}, which is not a local folder"],
+        details=[f"{ADAPTER_CONFIG} names {what}"],
         hint="base=<folder of the base model>",
     )
 

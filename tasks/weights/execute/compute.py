@@ -227,8 +227,8 @@ def _low_rank(
     while row < end:
         expert, first = divmod(row, height)
         count = min(height - first, end - row)
-        one = term.of_expert(expert, a.shape[0])
-        product[row - start : row - start + count] = _product(one, first, count, a, b)
+        own = term.of_expert(expert, a.shape[0])
+        product[row - start : row - start + count] = _product(own, first, count, a, b)
         row += count
     return product
 

@@ -82,7 +82,7 @@ def stored(config: Mapping[str, Any]) -> str | None:
 
 
 class Refusal(NamedTuple):
-    """Why a model's weights cannot be used, and what to use instead."""
+    """Reason against a model's weights, and what to use instead."""
 
     text: str
     remedy: str

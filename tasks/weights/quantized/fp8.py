@@ -27,7 +27,7 @@ _ACTIVATIONS = (
 
 
 class Packed(NamedTuple):
-    """How a quantized matrix is stored: what decodes it, and the keys that belong to it.
+    """Storage of a quantized matrix: what decodes it, and the keys that belong to it.
 
     `packing` is plain JSON (`Op.packed`): `type`, `shape` and `dtype` (torch name) of the decoded
     matrix, suffix and size in bytes of the `parts` to read, in order, and fields of its format.

@@ -46,8 +46,8 @@ def test_a_model_folder_and_all_of_its_faults(folder: Path) -> None:
     names = ("config.json", "tokenizer.json")
     for name in names:
         (folder / name).unlink()
-    found = [finding.found for finding in model.look("hf", str(folder))[1]]
-    assert [n for n, text in zip((*names, weights.name), found, strict=True) if n in text] == [
+    texts = [finding.found for finding in model.look("hf", str(folder))[1]]
+    assert [n for n, text in zip((*names, weights.name), texts, strict=True) if n in text] == [
         *names, weights.name,
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What a user's files would cost after hours in a queue is told by the plan."""
+"""The plan names mistakes in a user's files, before hours in a queue."""
 
 from __future__ import annotations
 

@@ -55,10 +55,10 @@ def test_a_run_is_verified_and_evaluated_as_by_the_engine(
 ) -> None:
     assert trained.code == 0, trained.output
     report = report_of(trained.summary)
-    found = {check["name"]: check["found"] for check in report["checks"]}
+    texts = {check["name"]: check["found"] for check in report["checks"]}
     assert report["engine"] == "server"
     assert all(check["ok"] for check in report["checks"])
-    proven = {name: found[f"server: {name}"] for name in PROVEN}
+    proven = {name: texts[f"server: {name}"] for name in PROVEN}
     assert [text for text in proven.values() if text.startswith("not proven")] == []
     assert 0 < report["mean_kl"] < 1e-3
     assert living(trained.runs) == []

@@ -56,7 +56,7 @@ _CONVERSIONS = {
     "raw torch state dict": "load it into its class and save that: model.load_state_dict(torch."
     "load(FILE, weights_only=True)); model.save_pretrained(<a new folder>)",
 }
-"""How to convert a checkpoint, by a part of its description."""
+"""Conversion of a checkpoint, by a part of its description."""
 
 
 @check(

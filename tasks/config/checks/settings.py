@@ -88,15 +88,15 @@ def unread(train: Mapping[str, Any]) -> Iterator[Finding]:
     objective, scheduler = train["objective"], train["scheduler"]
     for name, value in train["loss"].items():
         if value is not None and objective not in LOSS[name]:
-            found = f"no effect with train.objective={objective}"
+            what = f"no effect with train.objective={objective}"
             override = f"train.loss.{name}=null or train={LOSS[name][0]}"
-            yield Finding(f"train.loss.{name}", found, f"only {', '.join(LOSS[name])}", override)
+            yield Finding(f"train.loss.{name}", what, f"only {', '.join(LOSS[name])}", override)
     for name, readers in _SCHEDULES.items():
         default = getattr(Optim, name)
         if train[name] != default and scheduler not in readers:
-            found = f"no effect with train.scheduler={scheduler}"
+            what = f"no effect with train.scheduler={scheduler}"
             override = f"train.{name}={default:g} or train.scheduler={readers[0]}"
-            yield Finding(f"train.{name}", found, f"only {', '.join(readers)}", override)
+            yield Finding(f"train.{name}", what, f"only {', '.join(readers)}", override)
 
 
 def evaluation(train: Mapping[str, Any]) -> Iterator[Finding]:
@@ -157,8 +157,8 @@ def data_files(data: Mapping[str, Any]) -> Iterator[Finding]:
         try:
             existing_file(path, key=key)
         except DataError as error:
-            found = error.message.removeprefix(f"{key}=")
-            yield Finding(key, found, "a readable file", error.hint or f"{key}=<file>")
+            what = error.message.removeprefix(f"{key}=")
+            yield Finding(key, what, "a readable file", error.hint or f"{key}=<file>")
 
 
 def forced(names: Sequence[str], steps: Collection[str] = ()) -> Iterator[Finding]:

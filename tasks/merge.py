@@ -41,10 +41,10 @@ from tasks.weights.lora import Adapter, changes, read_adapter, require_values
 from tasks.weights.merge import MergeSettings, merged_config, plan_merge
 from tasks.weights.model import model_facts
 from tasks.weights.plan import Plan, with_output
-from tasks.weights.proof import recompute, recomputed_check
 from tasks.weights.quantized.config_fields import is_decodable, is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.source import decoding, open_model
+from tasks.weights.recompute import recompute, recomputed_check
 from tasks.weights.rounding import Rounding
 from tasks.weights.tokens.tokenizer import read_tokenizer
 

@@ -16,7 +16,7 @@ plan.py, merge.py, gather.py, validate.py  plans of output tensors, checked from
 heads.py, head_plans.py                   value and reward heads: find, split, merge, convert
 tokens/                                   tokenizer, vocabulary, chat template
 execute/, native/                         run a plan with bounded memory
-proof.py                                  recompute what was merged, with other code
+expected.py, recompute.py, proof.py       merged values by other code: ours, and any tool's
 
 Imports no trainer, no Prefect and no MLflow; torch only where numbers are computed.
 """

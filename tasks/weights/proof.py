@@ -1,479 +1,55 @@
-"""Prove a merge from the files alone: every tensor is `base + scale * B A`, up to rounding.
+"""Prove a merge by any tool from the files alone: every tensor is `base + scale * B A`.
 
-    results = recompute(plan, sources, merged)     # sampled rows of a merge of ours, in fp64
     plan = planned(base, adapter)                  # of the merge of two folders
-    proof = prove_merge(plan.plan, plan.sources, merged)     # all rows of a merge by any tool
+    proof = prove_merge(plan.plan, plan.sources, merged)
     proof.ok, proof.faults[0].name, proof.faults[0].state
 
 Model outputs cannot show a small fault: after five steps an adapter hardly changes a
-log-probability, and a module that was left out changes none. So values are read back and recomputed
-with numpy. `execute` merges, and this module shares no arithmetic with it.
+log-probability, and a module that was left out changes none. So values are read back and compared
+with those that `expected` computes with numpy: it shares no arithmetic with `execute`.
 
-A merge of ours adds in fp32 and rounds once, in a way that is known: an element is wrong if it is
-not the rounding of a number within fp32's error of the exact sum. Other tools round the product,
-the sum, sometimes the base before it: an element may be off by one unit in the last place (ulp) of
-the coarsest dtype involved. Errors within that bound have no direction, so the factor by which the
-change was added is 1 up to their noise: a scale that is wrong by a percent moves that factor.
+Other tools round the product, the sum, sometimes the base before it: an element may be off by one
+unit in the last place (ulp) of the coarsest dtype involved. Errors within that bound have no
+direction, so the factor by which the change was added is 1 up to their noise: a scale that is wrong
+by a percent moves that factor.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cached_property
-from math import prod, sqrt
+from math import sqrt
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tasks.core.contract import Check
 from tasks.weights.execute.worker import Perform, perform
+from tasks.weights.expected import BASE, Array, Sources, Values, base_of, blocks, comparable
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import (
     DTYPE_NAMES,
-    ITEM_BITS,
     MANTISSA,
     NUMPY,
     rounded,
-    torch_dtype,
     ulp,
-    widened,
 )
-from tasks.weights.files.source import Reader, Source, extents_of, info_of, part
+from tasks.weights.files.source import Source
 from tasks.weights.head_plans import merged_reward
 from tasks.weights.heads import detect, read_folder
 from tasks.weights.lora import changes, read_adapter
 from tasks.weights.merge import MergeSettings, plan_merge
 from tasks.weights.model import Model, model_facts
 from tasks.weights.plan import (
-    Add,
     Dora,
-    LowRank,
     Op,
     Plan,
-    Rows,
-    Term,
-    as_slice,
-    matrix_shape,
     needs_all_rows,
-    operands,
-    row_blocks,
 )
 from tasks.weights.quantized.bnb4 import LEVELS
 from tasks.weights.quantized.source import decoding, open_model
-from tasks.weights.rounding import GRIDS, TWO_STEPS, row_keys
-
-Array: TypeAlias = NDArray[Any]
-Sources = Mapping[str, Source]
-
-BASE = "base"
-"""Name of the base among the inputs of a plan."""
-_HINT = "merge again: force=[merge]; if it fails again, suspect the disk or the memory"
-
-
-# Expected values, with numpy alone.
-
-_PIECES, _PIECE_ROWS = 8, 8
-"""Sampled rows of a tensor: number of evenly spaced pieces, and rows per piece."""
-
-
-def comparable(op: Op, sources: Sources) -> str:
-    """Return the reason why a tensor cannot be computed here; "" if it can."""
-    if op.encoding is not None:
-        return f"stored as {op.encoding.scheme}"
-    if op.packed is None and op.source_dtype not in NUMPY:
-        return f"the base holds it in {op.source_dtype}"
-    for name in (name for term in op.terms for name in operands(term)):
-        dtype = info_of(name, sources).dtype
-        if dtype not in NUMPY:
-            return f"{name.partition(':')[2]} is {dtype}"
-    return ""
-
-
-class Values:
-    """Rows of a stored tensor, or of a part of it, in fp32; a context manager.
-
-    A tensor that is stored in 4 bits is decoded; a transposed one is turned.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        key: str,
-        dtype: str,
-        shape: Sequence[int],
-        start: int = 0,
-        packed: Mapping[str, Any] | None = None,
-        transpose: bool = False,
-    ) -> None:
-        self.dtype, self._columns = dtype, matrix_shape(tuple(shape))[1]
-        self._matrix: Array | None = None
-        self._reader, count = Reader([]), prod(shape)
-        if packed is not None:
-            from tasks.weights.quantized.source import decoded_values
-
-            flat = decoded_values(packed, source.extents(key)).reshape(-1)[start : start + count]
-            self._matrix = flat.reshape(-1, self._columns)
-        else:
-            item = ITEM_BITS[dtype] // 8
-            self._reader = Reader(part(source.extents(key), start * item, count * item))
-        if transpose:
-            *stack, rows, columns = shape
-            flat = self._matrix if self._matrix is not None else self.rows(0, count // columns)
-            turned = flat.reshape(*stack, columns, rows).swapaxes(-1, -2)
-            self._matrix = np.ascontiguousarray(turned).reshape(-1, columns)
-
-    def __enter__(self) -> Values:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._reader.__exit__()
-
-    def rows(self, first: int, end: int) -> Array:
-        """Return rows `[first, end)`, shape (end - first, columns)."""
-        if self._matrix is not None:
-            return self._matrix[first:end]
-        row = self._columns * ITEM_BITS[self.dtype] // 8
-        raw = self._reader.read(first * row, (end - first) * row)
-        return widened(raw, self.dtype).reshape(-1, self._columns)
-
-    def raw(self) -> Array:
-        """Return all bytes as stored."""
-        return self._reader.read()
-
-    @cached_property
-    def grid(self) -> str:
-        """Dtype in which its values are exact: fp32 files often hold a model merged in bf16."""
-        if self.dtype != "F32":
-            return self.dtype
-        sample = self._reader.read(0, min(self._reader.nbytes, 1 << 16))
-        return "F32" if np.any(sample.view(np.uint32) & 0xFFFF) else "BF16"
-
-
-def base_of(op: Op, sources: Sources) -> Values:
-    """Return the values that an operation starts from, as they are stored."""
-    source = sources[op.input]
-    return Values(source, op.key, op.source_dtype, op.shape, op.start, op.packed, op.transpose)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows of one tensor from `first` on: base and change, shape (rows, columns)."""
-
-    first: int
-    base: Array
-    change: Array
-    # norms of the rows and of the columns of the change's factors; their product bounds it
-    norms: tuple[tuple[Array, Array], ...] = ()
-    roundings: int = 0  # most roundings of one element of a product in an fp32 merge
-    # factor of DoRA by row, (rows, 1), or by column, (1, columns); None without DoRA
-    stretch: Array | None = None
-
-    @property
-    def size(self) -> Array:
-        """Bound of the magnitude of the products in the change."""
-        total = np.zeros(self.base.shape, self.base.dtype)
-        for left, right in self.norms:
-            total += np.outer(left, right)
-        return total
-
-
-def blocks(
-    op: Op,
-    sources: Sources,
-    dtype: type[np.floating[Any]] = np.float32,
-    *,
-    sampled: bool = False,
-    whole: bool = False,
-    read: Callable[[int, int], Array] | None = None,
-) -> Iterator[Block]:
-    """Yield the base and the exact change of an output tensor, computed in `dtype`.
-
-    Args:
-        sampled: only some rows, evenly spaced.
-        whole: all rows in one block.
-        read: returns rows of another base than the stored one.
-    """
-    rows, columns = matrix_shape(op.shape)
-    if whole or any(map(needs_all_rows, op.terms)):
-        cuts = [(0, rows)]
-    else:
-        cuts = _sampled(op, rows) if sampled else list(row_blocks(rows, columns))
-    adapter = _Operands(sources, dtype)
-    with base_of(op, sources) as stored:
-        for first, end in cuts:
-            base = (read or stored.rows)(first, end).astype(dtype, copy=False)
-            block = Block(first, base, np.zeros_like(base))
-            for term in op.terms:
-                block = _with(term, block, adapter)
-            yield block
-
-
-def _sampled(op: Op, rows: int) -> list[tuple[int, int]]:
-    """Return (first, end) of evenly spaced rows, some of each expert; all of a small tensor."""
-    count = max(_PIECES, prod(op.shape[:-2]) if len(op.shape) > 2 else 1)
-    if rows <= count * _PIECE_ROWS:
-        return [(0, rows)]
-    starts = [number * (rows - _PIECE_ROWS) // (count - 1) for number in range(count)]
-    return [(first, first + _PIECE_ROWS) for first in starts]
-
-
-class _Operands:
-    """Adapter tensors by their names in terms, each read once."""
-
-    def __init__(self, sources: Sources, dtype: type[np.floating[Any]]) -> None:
-        self.sources, self.dtype = sources, dtype
-        self._read: dict[str, Array] = {}
-
-    def __call__(self, name: str) -> Array:
-        if name not in self._read:
-            info = info_of(name, self.sources)
-            with Reader(extents_of(name, self.sources)) as reader:
-                values = widened(reader.read(), info.dtype).reshape(tuple(info.shape))
-            self._read[name] = values.astype(self.dtype, copy=False)
-        return self._read[name]
-
-
-def _with(term: Term, block: Block, adapter: _Operands) -> Block:
-    """Add a term to the change of some rows."""
-    first, base, change = block.first, block.base, block.change
-    match term:
-        case LowRank():
-            product, norms = _product(term, first, len(base), adapter)
-            rank = adapter(term.a).shape[0]
-            return replace(
-                block,
-                change=change + product,
-                norms=(*block.norms, norms),
-                roundings=max(block.roundings, rank + 2),
-            )
-        case Dora():
-            pair = LowRank(term.a, term.b, term.scale, term.transpose, out_start=term.out_start)
-            product, (left, right) = _product(pair, first, len(base), adapter)
-            total = base + change + product
-            magnitude = adapter(term.magnitude).reshape(-1)
-            if not term.transpose:
-                magnitude = magnitude[first + term.out_start :][: len(base)]
-            axis = 0 if term.transpose else 1
-            norm = np.sqrt(np.square(total, dtype=np.float64).sum(axis=axis))
-            factor = (magnitude / norm).astype(adapter.dtype)
-            size = np.abs(factor)
-            return Block(
-                first,
-                base,
-                total * np.expand_dims(factor, axis) - base,
-                ((left, right * size) if term.transpose else (left * size, right),),
-                adapter(term.a).shape[0] + 2,
-                np.expand_dims(factor, axis),
-            )
-        case Rows():
-            picked = np.array(term.indices, np.int64) - first
-            inside = (picked >= 0) & (picked < len(base))
-            values = adapter(term.values)[inside].reshape(-1, base.shape[1])
-            change[picked[inside]] = values - base[picked[inside]]
-            return block
-        case Add():
-            value = adapter(term.value).reshape(-1, base.shape[1])[first : first + len(base)]
-            value = value * adapter.dtype(term.scale)
-            norms = np.abs(value).max(axis=1), np.ones(base.shape[1], adapter.dtype)
-            return replace(
-                block,
-                change=change + value,
-                norms=(*block.norms, norms),
-                roundings=max(block.roundings, 2),
-            )
-
-
-def _product(
-    term: LowRank, first: int, rows: int, adapter: _Operands
-) -> tuple[Array, tuple[Array, Array]]:
-    """Return `scale * B A` of some rows, and the norms of its factors' rows and columns.
-
-    A stack of experts has a pair of factors for each; the norms of columns are then the largest.
-    """
-    a, b = adapter(term.a), adapter(term.b)
-    height = a.shape[1] if term.transpose else b.shape[0]
-    scale, at = adapter.dtype(term.scale), 0
-    products, lefts, rights = [], [], []
-    while at < rows:
-        low, pair = first + at + term.out_start, term
-        if term.experts > 1:
-            expert, low = divmod(first + at, height)
-            pair = term.of_expert(expert, len(a))
-        count = min(height - low, rows - at)
-        right, left = a[as_slice(pair.a_rows)], b[:, as_slice(pair.b_columns)]
-        if term.transpose:
-            left, right = right.T, left.T
-        left = left[low : low + count]
-        products.append((left @ right) * scale)
-        lefts.append(np.linalg.norm(left, axis=1) * np.abs(scale))
-        rights.append(np.linalg.norm(right, axis=0))
-        at += count
-    return np.concatenate(products), (np.concatenate(lefts), np.max(rights, axis=0))
-
-
-# Unbiased rounding in fp64: `tasks/weights/rounding.py` defines it.
-
-_LARGEST = {"BF16": 2.0**128, "F16": 2.0**16}
-"""From here on a magnitude is infinite, by dtype."""
-
-
-def random_parts(name: str, first: int, rows: int, columns: int) -> NDArray[np.float64]:
-    """Return `r / 65536` of rows `[first, first + rows)` of a tensor, shape (rows, columns)."""
-    keys = row_keys(name, first, rows)[:, None]
-    column: NDArray[np.uint64] = np.arange(columns, dtype=np.uint64)[None, :]
-    word = np.uint64(0xFFFFFFFF)
-    x = ((column >> np.uint64(1)) + (keys & word)) & word
-    x = ((x ^ (x >> np.uint64(16))) * np.uint64(0x21F0AAAD)) & word
-    x ^= x >> np.uint64(15)
-    x = ((x ^ (keys >> np.uint64(32))) * np.uint64(0xD35A2D97)) & word
-    x ^= x >> np.uint64(15)
-    halves = np.where(column & np.uint64(1), x >> np.uint64(16), x & np.uint64(0xFFFF))
-    parts: NDArray[np.float64] = halves.astype(np.float64) / 65536
-    return parts
-
-
-def round_with(values: Array, parts: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
-    """Round to a 16-bit dtype by random parts of a step; monotone in `values`."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        wide = values.astype(np.float32)
-        step = _step(wide, dtype)
-        result = np.floor(np.abs(wide) / step + parts) * step
-        near = rounded(wide, dtype).astype(np.float64)
-    exact: NDArray[np.float64] = np.where(result < _LARGEST[dtype], np.copysign(result, wide), near)
-    return exact
-
-
-def small(update: Array, base: Array, dtype: str) -> NDArray[np.bool_]:
-    """Return True for updates that are rounded without bias: below two steps of the base."""
-    below: NDArray[np.bool_] = np.abs(update) < TWO_STEPS * _step(base, dtype)
-    return below
-
-
-def _step(values: Array, dtype: str) -> NDArray[np.float64]:
-    """Return the distance of neighbouring numbers of a dtype at these magnitudes."""
-    mantissa, least = GRIDS[dtype]
-    number, exponent = np.frexp(values.astype(np.float64))
-    power = np.where(number == 0, least, np.maximum(exponent - 1, least))
-    step: NDArray[np.float64] = np.ldexp(1.0, power - mantissa)
-    return step
-
-
-# Sampled rows of a merge of ours.
-
-_UNIT = 2.0**-24
-"""Largest relative error of one rounding in fp32."""
-
-
-@dataclass(frozen=True)
-class Recomputed:
-    """Result of the recomputation of one tensor."""
-
-    name: str
-    elements: int = 0
-    wrong: int = 0  # elements that differ from base plus adapter by more than rounding
-    skipped: str = ""  # reason why it was not recomputed
-
-
-def recompute(plan: Plan, sources: Sources, merged: Source) -> list[Recomputed]:
-    """Recompute sampled rows of every tensor of a merge of ours, in fp64."""
-    return [_recomputed(op, sources, merged) for op in plan.ops]
-
-
-def recomputed_check(results: Sequence[Recomputed]) -> Check:
-    """Return one check for all tensors; it names the first that are wrong."""
-    wrong = [f"{r.name} ({r.wrong} of {r.elements})" for r in results if r.wrong]
-    skipped = [result for result in results if result.skipped]
-    text = f"{sum(r.elements for r in results)} elements of {len(results)} tensors are"
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        text = f"{len(wrong)} of {len(results)} tensors are not: {', '.join(wrong[:3])}{more}"
-    if skipped:
-        text += f"; {len(skipped)} not recomputed: {skipped[0].name}, {skipped[0].skipped}"
-    expected = "base + scale * B A, rounded once"
-    return Check("sampled rows", expected, text, ok=not wrong, hint=_HINT)
-
-
-def _recomputed(op: Op, sources: Sources, merged: Source) -> Recomputed:
-    reason = comparable(op, sources)
-    if not reason and op.dtype not in NUMPY:
-        reason = f"written as {op.dtype}"
-    if reason:
-        return Recomputed(op.name, skipped=reason)
-    elements, wrong = 0, 0
-    with Values(merged, op.name, op.dtype, op.shape) as written:
-        read = _rows_as_trained(op, sources)
-        for block in blocks(op, sources, np.float64, sampled=True, read=read):
-            values = written.rows(block.first, block.first + len(block.base))
-            low, high = _rounded_range(op, block)
-            wrong += int(np.count_nonzero(~((low <= values) & (values <= high))))
-            elements += values.size
-    return Recomputed(op.name, elements, wrong)
-
-
-def _rounded_range(op: Op, block: Block) -> tuple[Array, Array]:
-    """Return the smallest and the largest right value of each element of a merge of ours."""
-    exact, slack = block.base + block.change, _fp32_error(block, changed=bool(op.terms))
-    edges = exact - slack, exact + slack
-    low, high = (_nearest(edge, op.dtype) for edge in edges)
-    if op.unbiased and op.dtype in GRIDS:
-        parts = random_parts(op.name, block.first, *exact.shape)
-        down, up = (round_with(edge, parts, op.dtype) for edge in edges)
-        # A replaced tensor has no base to compare with: every element is rounded without bias.
-        size = np.abs(block.change)
-        sure = small(size + slack, block.base, op.dtype) | (not op.terms)
-        maybe = small(size - slack, block.base, op.dtype) | (not op.terms)
-        low, high = (
-            np.where(sure, own, np.where(maybe, pick(own, near), near))
-            for own, near, pick in ((down, low, np.minimum), (up, high, np.maximum))
-        )
-    return low, high
-
-
-def _fp32_error(block: Block, *, changed: bool) -> Array:
-    """Return a bound of the rounding error of an fp32 merge, before its last rounding."""
-    values = block.base + block.change
-    error = 2 * _UNIT * np.abs(block.base)
-    if block.stretch is not None:
-        # Norms in fp32 sum squares in any order.
-        sums = 8 + sqrt(values.size / block.stretch.size)
-        error = error * np.abs(block.stretch) + sums * _UNIT * np.abs(values)
-    error = error + block.roundings * _UNIT * block.size
-    return error + 2 * _UNIT * np.abs(values) if changed else error
-
-
-def _nearest(values: Array, dtype: str) -> Array:
-    """Round to fp32 and then to a dtype, as a merge does; monotone."""
-    with np.errstate(over="ignore"):
-        wide = values.astype(np.float32)
-    return rounded(wide, dtype)
-
-
-def _rows_as_trained(op: Op, sources: Sources) -> Callable[[int, int], Array] | None:
-    """Return a reader of rows of the base as QLoRA training quantized it; None for the stored."""
-    how = op.quantization
-    if how is None or how["base"] != "dequantized":
-        return None
-    import torch
-
-    from tasks.weights.quantized.nf4 import RowsAsTrained, as_trained
-
-    with base_of(op, sources) as stored:
-        values = torch.from_numpy(stored.rows(0, matrix_shape(op.shape)[0]))
-    loaded = values.to(torch_dtype(DTYPE_NAMES[how["loaded_dtype"]]))
-    if how.get("turned"):  # `RowsAsTrained` does not support it
-        matrix = as_trained(loaded, how)
-        return lambda first, end: matrix[first:end].float().numpy()
-    rows = RowsAsTrained(loaded, how)
-    return lambda first, end: rows.rows(first, end).float().numpy()
-
-
-# All rows of a merge by any tool.
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from tasks.weights.execute import lora_merge as folding
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.lora_merge import fold_term
 from tasks.weights.execute.outcome import Executed
+from tasks.weights.expected import random_parts, round_with, small
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.native import Library, binding, library
 from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan import LowRank, Op, Plan
-from tasks.weights.proof import random_parts, recompute, round_with, small
+from tasks.weights.recompute import recompute
 from tasks.weights.rounding import row_keys, unbiased
 from tests.weights.making import state_of
 from tests.weights.rounding import in_order, rounded_alike

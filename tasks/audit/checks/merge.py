@@ -20,19 +20,11 @@ from tasks.audit.scan import differ, same_header
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
 from tasks.weights.execute.worker import perform
+from tasks.weights.expected import blocks, comparable
 from tasks.weights.files.dtypes import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
 from tasks.weights.pairing import renamed_keys
-from tasks.weights.proof import (
-    Planned,
-    Proof,
-    State,
-    Verdict,
-    blocks,
-    comparable,
-    planned,
-    prove_merge,
-)
+from tasks.weights.proof import Planned, Proof, State, Verdict, planned, prove_merge
 
 _FAULTS = {
     # State of a tensor, and what it means

@@ -19,7 +19,7 @@ from tasks.weights.merge import MergeSettings, merged_config, plan_merge
 from tasks.weights.model import model_facts
 from tasks.weights.model_class import auto_class
 from tasks.weights.plan import Plan
-from tasks.weights.proof import recompute
+from tasks.weights.recompute import recompute
 from tasks.weights.rounding import Rounding
 from tasks.weights.validate import validate
 from tests import tiny

@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 # Three at a time on two cores, since many tests wait; which stay together, tests/conftest.py says.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-sign setup-quantize setup-lm-eval setup-smollm2 setup-dev demo demo-real test test-all test-gpu test-gpus check docs \
+.PHONY: help setup setup-quantize setup-lm-eval setup-smollm2 setup-dev demo demo-real test test-all test-gpu test-gpus check docs \
   format bench-weights bench-training bench-rl bench-gpu lock up deploy down status backup
 
 help:  ## this list
@@ -18,9 +18,6 @@ help:  ## this list
 
 setup:  ## the environment, from the lock (PROFILE=cpu|cuda)
 	@infra/setup.sh
-
-setup-sign:  ## the environment, and what signs models (register.sign)
-	@infra/setup.sh sign
 
 setup-quantize:  ## the environment, and one beside it that quantises to 4 bits (convert.quantize)
 	@infra/setup.sh quantize

@@ -6,7 +6,6 @@
     python flows/audit.py MERGED base=DIR adapter=DIR values=true    check every merged tensor
     python flows/audit.py DIR out=report.json        the report as JSON; out=- prints it
     python flows/audit.py DIR fix=true out_dir=NEW   a repaired copy, if that loses no data
-    python flows/audit.py DIR verify=key.pub         every byte against its signature
     python flows/audit.py DIR prefect=true           recorded: a flow run, an MLflow run
 
 DIR is short for `source=DIR`. Works from any directory; writes nothing into DIR, runs nothing from
@@ -38,7 +37,6 @@ from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.finding import Finding, preflight
 from tasks.core.terminal import json_text, plain
-from tasks.pipeline.signature import key_file
 
 MAX_MEMORY = 16 << 30
 """Bytes of address space for reading a folder that may be hostile, whatever its files say."""
@@ -98,7 +96,6 @@ def examine(settings: Mapping[str, Any]) -> Report:
                 base=folder(base) if base else None,
                 values=settings["values"],
                 adapter=folder(adapter) if adapter else None,
-                public_key=key_file(settings["verify"]),
             )
     except ConfigError:
         raise
@@ -119,10 +116,6 @@ def _problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("adapter", adapter, allowed, "base=<folder of the base> values=true")
         elif not (folder(adapter) / "adapter_config.json").is_file():
             yield Finding("adapter", adapter, "no adapter_config.json", "adapter=<its folder>")
-    if settings["verify"]:
-        from tasks.config.checks.release import public_key
-
-        yield from public_key("verify", settings["verify"])
 
 
 @contextmanager

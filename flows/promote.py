@@ -2,7 +2,6 @@
 
     python flows/promote.py models:/plumbline/3                  by number
     python flows/promote.py models:/plumbline@candidate          the model that was trained last
-    python flows/promote.py models:/plumbline/2 verify=key.pub   only if this key signed its folder
 
 Every byte of the served folder is compared with what was registered before the alias moves. Exit
 status: 0 done, 1 the folder is not what was registered, 2 no such version or MLflow does not
@@ -21,9 +20,10 @@ if __name__ == "__main__":
     start("flows.cli.tool", "promote")
 
 from flows.cli.composed import Composed
-from flows.cli.registry import named, registry, verified
+from flows.cli.registry import named, registry
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
+from tasks.pipeline.artifact import require_published
 from tasks.tracking.mlflow_registry import CHAMPION
 
 
@@ -35,7 +35,7 @@ def job(composed: Composed, words: list[str]) -> int:
             f"{folder} is a folder; registered versions are promoted",
             hint="python flows/promote.py models:/<model>/<number>",
         )
-    artifact = verified(composed, folder, version)
+    artifact = require_published(folder, version.digest)
     with registry(composed) as server:
         before = server.promote(version)
     instead = f" instead of models:/{version.model}/{before}" if before else ""

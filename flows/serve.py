@@ -2,7 +2,6 @@
 
     python flows/serve.py models:/plumbline@champion --port 8000    a registered version
     python flows/serve.py DIR --max-model-len 4096                  a served folder
-    python flows/serve.py models:/plumbline/3 verify=key.pub        only if this key signed it
 
 What begins with `-`, and everything after it, is passed to `vllm serve`, which takes the place of
 this process. Exit status: that of vLLM; 1 the folder is not what was registered, 2 no such version
@@ -26,10 +25,11 @@ from typing import NoReturn
 
 from flows.cli.bootstrap import bootstrap, offer
 from flows.cli.composed import Composed
-from flows.cli.registry import named, verified
+from flows.cli.registry import named
 from tasks.core import machine
 from tasks.core.terminal import plain
 from tasks.evaluation.model_folder import computing_dtype_of, dtype_of
+from tasks.pipeline.artifact import require_published
 from tasks.process.child import PROJECT
 from tasks.serving import llama_cpp
 from tasks.serving.llama_cpp import gguf_file
@@ -51,7 +51,7 @@ def job(composed: Composed, words: list[str]) -> NoReturn:
     folder, version = named(composed)
     file = gguf_file(folder)
     command = serve_command(folder) if file is None else llama_cpp.serve_command(file)
-    artifact = verified(composed, folder, version)
+    artifact = require_published(folder, version.digest if version else None)
     if file is None and computing_dtype_of(folder) != dtype_of(folder):
         command = [*command, "--dtype", "float32"]  # bf16 is slow here; a word below wins
     command = [*command, *words]

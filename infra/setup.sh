@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Create the environment: `infra/setup.sh` for running, `infra/setup.sh sign` to sign models too,
-# `infra/setup.sh quantize` to quantise them to 4 bits, `infra/setup.sh lm-eval` to evaluate them with
-# lm-evaluation-harness, `infra/setup.sh smollm2` with the real model of the demo (93 MB),
+# Create the environment: `infra/setup.sh` for running, `infra/setup.sh quantize` to quantise models
+# to 4 bits, `infra/setup.sh lm-eval` to evaluate them with lm-evaluation-harness, `infra/setup.sh smollm2` with the real model of the demo (93 MB),
 # `infra/setup.sh dev` with the test tools,
 # `infra/setup.sh tools` for uv alone, in .cache/tools.
 #
@@ -175,10 +174,9 @@ step "$PROFILE" "requirements/$PROFILE.lock" -- locked "requirements/$PROFILE.lo
 step project pyproject.toml -- install_project
 case ${1:-} in
     "") extras=() ;;
-    sign) extras=(sign) ;;
     quantize | lm-eval | smollm2) extras=("$1") ;;
-    dev) extras=(sign dev) ;;
-    *) fail "unknown argument $1: nothing, sign, quantize, lm-eval, smollm2, dev or tools" ;;
+    dev) extras=(dev) ;;
+    *) fail "unknown argument $1: nothing, quantize, lm-eval, smollm2, dev or tools" ;;
 esac
 for name in "${extras[@]}"; do
     [[ $name == quantize ]] && step quantize requirements/quantize.lock -- install_quantize && continue

@@ -26,7 +26,7 @@ lock() {
             args=(--extra train --extra serve)
             ;;
         gate) args=(--constraint requirements/cpu.lock) ;;
-        sign | lm-eval | dev) # only what the profiles lack
+        lm-eval | dev) # only what the profiles lack
             args=(--extra "$name" --constraint requirements/cpu.lock --override requirements/overrides-dev.txt)
             mapfile -t -O 6 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' requirements/cpu.lock)
             ;;
@@ -55,5 +55,5 @@ lock() {
 
 infra/setup.sh tools
 names=("$@")
-((${#names[@]})) || names=(cpu cuda server gate sign smollm2 lm-eval quantize dev build tools torch)
+((${#names[@]})) || names=(cpu cuda server gate smollm2 lm-eval quantize dev build tools torch)
 for name in "${names[@]}"; do lock "$name"; done

@@ -29,7 +29,7 @@ from tasks.evaluation.calibration import (
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import CONFIG, dtype_of, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.pipeline.artifact import MANIFEST, SIGNATURE, inventory
+from tasks.pipeline.artifact import MANIFEST, inventory
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
@@ -240,5 +240,5 @@ def _copy_other_files(served: Path, out: Path) -> None:
     """Copy the tokenizer and all other files that are neither weights nor records of a stage."""
     for path in sorted(served.iterdir()):
         weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
-        if not weights and path.name not in (MANIFEST, CONTRACT, FINGERPRINT, CONFIG, SIGNATURE):
+        if not weights and path.name not in (MANIFEST, CONTRACT, FINGERPRINT, CONFIG):
             copy_file(path, out / path.name)

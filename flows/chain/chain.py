@@ -37,7 +37,6 @@ from tasks.gather import gather
 from tasks.lm_eval import identity, lm_eval
 from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Stage
 from tasks.prepare import data_settings, prepare_base, prepare_data, source_identity
 from tasks.quantize import quantize
@@ -204,7 +203,6 @@ def smoke_stage(run: ChainRun, *, quantized: bool = False, **inputs: Artifact) -
         log_path=run.log_path(stage.name),
         vllm=run.vllm,
         llama_cpp=run.settings["convert"]["llama_cpp"],
-        public_key=key_file(run.settings["register"]["verify"]),
         explain=run.explain,
         function_s=run.settings["eval"]["timeout_s"],
     )

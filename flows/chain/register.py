@@ -1,4 +1,4 @@
-"""Apply the gate to a finished run, register the model that it serves, and push it to the Hub."""
+"""Apply the gate to a finished run, and register the model that it serves."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from flows.report.card import chain_card
 from tasks.core.errors import TrackingError
 from tasks.pipeline.artifact import CARD, Artifact, remember
 from tasks.pipeline.report import RegisteredModel, StageResult
-from tasks.pipeline.signature import is_signed, key_file
 from tasks.register import Registry, register, require_passed
 from tasks.release.gate import Gate, conditions, judge, measured, run_kinds, table
 from tasks.release.model_card import write_card
-from tasks.release.push import push
 from tasks.tracking.mlflow_registry import CHAMPION, EVALUATED_ON, GATE, NUMBERS
 
 
 def register_served(
     flow_run: FlowRun, served: Artifact, registry: Registry, last: Mapping[str, Any]
 ) -> None:
-    """Apply the gate, register and push. Never cached: the registry may have been emptied since.
+    """Apply the gate and register. Never cached: the registry may have been emptied since.
 
     Raises ContractError if the gate has not passed; the model is registered as a candidate.
     """
@@ -40,14 +38,11 @@ def register_served(
             flow_run.summary.gate = verdict | {"conditions": gate.rows()}
             flow_run.tags |= tags
             _log_gate(flow_run, gate)
-            unsigned = last["register"]["verify"] is not None and not is_signed(served.path)
-            if gate.passed or not unsigned:
-                inputs = {"served": served, **read}
-                flow_run.summary.gate |= flow_run.host.call(
-                    "register",
-                    lambda log: _write_version(flow_run, served, gate, registry, last),
-                    inputs,
-                )
+            flow_run.summary.gate |= flow_run.host.call(
+                "register",
+                lambda log: _write_version(flow_run, served, gate, registry, last),
+                {"served": served, **read},
+            )
     except TrackingError as error:  # the model is complete: only the register has to be repeated
         flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
         return
@@ -55,20 +50,6 @@ def register_served(
         entry = _register_entry(version, before)
         flow_run.summary.stages = [*map(stage_entry, results), entry]
     require_passed(gate)
-    push_served(flow_run, served)
-
-
-def push_served(flow_run: FlowRun, served: Artifact) -> None:
-    """Push a model that has passed everything to the repository of `push`, if that is set."""
-    if (repo := flow_run.composed.settings["push"]) is None:
-        return
-    try:
-        with flow_run.record.stage("push"):
-            flow_run.summary.pushed = flow_run.host.call(
-                "push", lambda log: push(served, repo), {"served": served}
-            )
-    except TrackingError as error:
-        flow_run.summary.unpushed = "; ".join([error.message, *error.details, error.hint])
 
 
 def _judge(
@@ -138,14 +119,7 @@ def _write_version(
         },
         card=(served.path / CARD).read_text(),
     )
-    registered = register(
-        registry,
-        model,
-        gate,
-        private_key=key_file(settings["register"]["sign"]),
-        public_key=key_file(settings["register"]["verify"]),
-        promote=settings["register"]["promote"],
-    )
+    registered = register(registry, model, gate, promote=settings["register"]["promote"])
     if registered.candidate != registered.version:
         flow_run.host.log.info("register: %s", candidate_line(asdict(registered)))
     return asdict(registered)

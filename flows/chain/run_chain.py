@@ -28,7 +28,6 @@ from tasks.config.checks.memory import memory_of
 from tasks.core.redaction import without_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.signature import is_signed, key_file, require_signed
 from tasks.pipeline.stage import Mechanism
 from tasks.process.multinode import Leader, Meeting
 from tasks.register import Registry
@@ -104,7 +103,6 @@ def experiment_of(overrides: list[str]) -> str | None:
 
 def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry) -> None:
     """Run all steps, then register the model that the last one serves."""
-    check_signatures(steps)
     mechanism, composed = flow_run.mechanism, flow_run.composed
     scorer = flow_run.scorer(_threads(composed))
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
@@ -119,15 +117,6 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
         flow_run.tags["digest.unquantized"] = delivered.served.digest
         flow_run.summary.unquantized = str(delivered.served.path)
     register_served(flow_run, served, registry, steps[-1].composed.settings)
-
-
-def check_signatures(steps: Sequence[Step]) -> None:
-    """Check the signature of `reward.model`, if it has one, with the key of `register.verify`."""
-    for step in steps:
-        settings = step.composed.settings
-        folder, public_key = settings["reward"]["model"], key_file(settings["register"]["verify"])
-        if folder is not None and public_key is not None and is_signed(Path(folder).expanduser()):
-            require_signed(Path(folder).expanduser(), public_key)
 
 
 def _deliver(

@@ -57,14 +57,13 @@ def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
         shown: line about the pages in Prefect and MLflow; empty for none.
 
     Returns:
-        The exit status: 0, or 3 if the model could not be registered or pushed.
+        The exit status: 0, or 3 if the model could not be registered.
     """
     folder = runs / "reports" / summary["run"]
     lines = [f"next: {_serve(Path(summary['served']))}"] if summary["served"] else []
     lines += [line for line in (shown, *_report_line(folder)) if line]
     print((folder / "summary.txt").read_text(), *map(plain, lines), sep="\n")
-    incomplete = summary["unregistered"] or summary["unpushed"]
-    return TrackingError.exit_code if incomplete else 0
+    return TrackingError.exit_code if summary["unregistered"] else 0
 
 
 def _serve(folder: Path) -> str:

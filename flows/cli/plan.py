@@ -68,8 +68,7 @@ def _of_step(step: Step, *, last: bool) -> str:
     lines = [f"  {finding.severity}: {finding}" for finding in _findings(step)]
     stages = forecast(step)
     if last:  # only the last model is registered
-        push = f"to {settings['push']}, if the gate passes"
-        stages += [("register", "to run"), *([("push", push)] if settings["push"] else [])]
+        stages.append(("register", "to run"))
     return "\n".join(
         [
             f"runs: {composed.runs}",

@@ -1,4 +1,4 @@
-"""Find the model that a command names, and compare its bytes with what was published.
+"""Find the model that a command names.
 
 models:/plumbline/3           a registered version
 models:/plumbline@champion    the version that an alias names
@@ -16,12 +16,10 @@ from pathlib import Path
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.output import folder, no_folder
-from tasks.config.checks.release import public_key, reachable
+from tasks.config.checks.release import reachable
 from tasks.core.errors import ConfigError
 from tasks.core.finding import preflight
 from tasks.core.redaction import redact
-from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.signature import key_file, require_published
 from tasks.process.child import PROJECT
 from tasks.tracking.mlflow_registry import Version
 from tasks.tracking.mlflow_server import Server
@@ -90,15 +88,3 @@ def named(composed: Composed) -> tuple[Path, Version | None]:
         return Path(version.path), version
     preflight(list(no_folder("source", name)))
     return folder(name), None
-
-
-def verified(composed: Composed, folder: Path, version: Version | None) -> Artifact:
-    """Compare every byte of a folder with its manifest and with the digest that was registered.
-
-    Raises:
-        ArtifactError: a byte differs, or the key of setting `verify` has not signed the folder.
-        ConfigError: this key cannot be used.
-    """
-    key = composed.settings["verify"]
-    preflight(list(public_key("verify", key)) if key else [])
-    return require_published(folder, version.digest if version else None, key_file(key))

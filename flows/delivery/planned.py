@@ -20,12 +20,10 @@ from tasks.audit.run import Report
 from tasks.config.checks import preflight
 from tasks.config.checks.machine import smoke_engine
 from tasks.config.checks.release import (
-    hub,
     prefect_reachable,
     public,
     quantizing,
     reachable,
-    signing,
 )
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.core.terminal import typed
@@ -50,7 +48,6 @@ from tasks.delivery.stages import Tokens, find_tokens, side_findings
 from tasks.drift.witness import Witness, find_witness
 from tasks.pipeline.artifact import CARD, remember
 from tasks.pipeline.report import StageResult
-from tasks.pipeline.signature import key_file
 from tasks.release.model_card import beside
 from tasks.serving.vllm.job import HEADROOM
 from tasks.weights.execute.worker import perform
@@ -119,11 +116,10 @@ class Delivery:
         return [*roots, *([self.base] if self.base is not None else [])]
 
     def put(self, served: StageResult, results: Sequence[StageResult], command: str) -> None:
-        """Place the served artifact at OUT, with a model card, and sign it there."""
+        """Place the served artifact at OUT, with a model card."""
         root = self.given.root
         text = delivery_card(results, served.artifact, root, self.base, command)
-        key = key_file(self.settings["register"]["sign"])
-        put(served.artifact, self.out, key, beside(text, root / CARD))
+        put(served.artifact, self.out, beside(text, root / CARD))
         for result in results:  # hard links changed ctimes
             remember(result.artifact, self.store / ".seen")
 
@@ -147,10 +143,6 @@ class Delivery:
             what = "all weights" if scheme.startswith(GGUF) else "linear layers"
             yield f"quantize: {what} to {scheme}, in OUT; the model in 16 bits is kept"
         yield f"smoke test: {self.engine or 'none'}"
-        if self.settings["register"]["sign"] is not None:
-            yield f"sign: with {self.settings['register']['sign']}"
-        if self.settings["push"] is not None:
-            yield f"push: to {self.settings['push']}, if every check passes"
         yield from examination.lines(self.reports)
         yield from (f"warning: {warning}" for warning in self.warnings)
 
@@ -189,8 +181,6 @@ def _prepare(composed: Composed) -> Delivery:
             *reachable(tracking["uri"]),
             *(prefect_reachable() if measured else ()),
             *public(tracking),
-            *signing(settings["register"]),
-            *hub(settings["push"], smoke["engine"]),
         ]
     )
     target = Target(check_dtype(convert["dtype"]), parse_size(convert["max_shard_size"]))

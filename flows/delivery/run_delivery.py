@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.chain.dry_run import DryRun
-from flows.chain.register import push_served
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
@@ -43,7 +42,7 @@ from tasks.delivery.folders import out_findings, require_intact
 from tasks.delivery.reference import encode_probes, probe_texts
 from tasks.delivery.source import role, weights_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.pipeline.artifact import Artifact, Origin, open_artifact
+from tasks.pipeline.artifact import Artifact, Origin
 from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.report import FlowTracker, StageRecord
 from tasks.process.child import PROJECT
@@ -227,7 +226,6 @@ def _run_stages(flow_run: FlowRun, delivery: Delivery) -> None:
             served = DeliveryStages(delivery, mechanism, scorer).to_served()
     delivery.put(served, mechanism.results, flow_run.summary.command or "")
     flow_run.summary.served = str(delivery.out)
-    push_served(flow_run, open_artifact(delivery.out, "served"))
 
 
 class Untracked:

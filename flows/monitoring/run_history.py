@@ -79,7 +79,7 @@ def state_of(folder: Path) -> RunState:
     if seconds is None and started is not None:
         seconds = max(0.0, (now if state == "running" else written) - started)
     stages = tuple(StageState(**entry) for entry in record.get("stages", ()))
-    message = summary.get("error") or summary.get("unregistered") or summary.get("unpushed") or ""
+    message = summary.get("error") or summary.get("unregistered") or ""
     if state == "lost":
         lost_in = stages[-1:] if stages and stages[-1].seconds is None else ()
         message = ", ".join(["ended without a word", *(stage.at for stage in lost_in)])

@@ -227,8 +227,7 @@ class FlowRun:
         summary.status = status
         summary.seconds = round(time.monotonic() - self.started, 1)
         if status == "completed":
-            incomplete = summary.unregistered or summary.unpushed
-            summary.exit_status = TrackingError.exit_code if incomplete else 0
+            summary.exit_status = TrackingError.exit_code if summary.unregistered else 0
         summary.eval = evaluation(results)
         summary.stages = summary.stages or [stage_entry(result) for result in results]
         for result in results:

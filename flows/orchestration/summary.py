@@ -47,8 +47,6 @@ class Summary:
         refused: the hand-off that moved too far, as `handoff` in `stage_entry`, with its `stage`.
         tracking: records that MLflow has not got.
         unregistered: why the model is not registered though the run is complete, and what to type.
-        pushed: `repo`, `url` and `commit` of the copy on the Hub.
-        unpushed: why the model is not on the Hub though the run is complete, and what to type.
         findings: findings of the audit that a delivery starts with.
         defaults: lines about computed defaults.
         run: name of the run's folders under `<paths.runs>/logs` and `reports`.
@@ -70,8 +68,6 @@ class Summary:
     exit_status: int | None = None
     tracking: str | None = None
     unregistered: str | None = None
-    pushed: dict[str, str] | None = None
-    unpushed: str | None = None
     findings: list[dict[str, Any]] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
     run: str = ""
@@ -153,9 +149,7 @@ class Summary:
             yield f"in 16 bits: {self.unquantized}"
         if self.gate and self.gate.get("version"):
             yield f"registered: {candidate_line(self.gate)}"
-        if self.pushed:
-            yield f"pushed: {self.pushed['url']} commit {self.pushed['commit'][:DIGITS]}"
-        yield from filter(None, (self.unregistered, self.unpushed, self.tracking))
+        yield from filter(None, (self.unregistered, self.tracking))
         if self.error:
             yield f"failed: {self.error}"
         yield f"{self.status} in {self.seconds:.1f} s"

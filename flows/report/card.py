@@ -18,7 +18,7 @@ from tasks.release.model_card import card, hub_id, license_of
 from tasks.serving.llama_cpp import serve_line
 
 _NOT_OF_THE_MODEL = (
-    "paths.", "tracking.", "register.", "timeouts.", "force=", "out=", "overwrite=", "push=",
+    "paths.", "tracking.", "register.", "timeouts.", "force=", "out=", "overwrite=",
 )  # fmt: skip
 """Overrides that do not change the model."""
 _ROLES = ("base", "dataset", "shards", "adapter", "weights")
@@ -82,8 +82,8 @@ def _sections(
             "```",
         ],
         "Verify": [
-            "The manifest lists the hash of every tensor and file. `model.sig`, if the folder has",
-            "one, signs all of them. A running server is compared with this folder by:",
+            "The manifest lists the hash of every tensor and file. A running server is compared",
+            "with this folder by:",
             "",
             "```bash",
             "plumbline verify url=http://localhost:8000 source=<this folder>",

@@ -16,7 +16,7 @@ from tasks.audit.source import Source, open_source
 from tasks.audit.tensor_names import cannot_rename, new_names
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.private import open_up
-from tasks.pipeline.artifact import MANIFEST, SIGNATURE, Artifact, Origin, publish, staging
+from tasks.pipeline.artifact import MANIFEST, Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.files.source import Renamed
@@ -110,7 +110,7 @@ def _is_copied(name: str) -> bool:
     """Return True for all files but the weights, and in subfolders for all but pickles."""
     left_out = _PICKLES if "/" in name else _NOT_COPIED
     hidden = any(part.startswith(".") for part in name.split("/"))
-    return not (name.endswith(left_out) or hidden or name in (MANIFEST, SIGNATURE))
+    return not (name.endswith(left_out) or hidden or name == MANIFEST)
 
 
 def _require_free(root: Path, out: Path) -> None:

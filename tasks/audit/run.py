@@ -116,7 +116,6 @@ def audit(
     base: Path | None = None,
     values: bool | None = None,
     adapter: Path | None = None,
-    public_key: Path | None = None,
     alone: bool = False,
 ) -> Report:
     """Examine a folder, and its base as if it were one; a broken base is not compared.
@@ -137,7 +136,7 @@ def audit(
     began = time.perf_counter()
     if values is None and adapter is not None:
         values = True
-    opened = open_source(source, base, values=values, adapter=adapter, public_key=public_key)
+    opened = open_source(source, base, values=values, adapter=adapter)
     of_base = None
     if opened.base is not None and not opened.base.is_adapter and not alone:
         of_base = audit(opened.base.folder.root, values=values)

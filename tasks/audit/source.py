@@ -193,7 +193,6 @@ class Source:
         base: the base model, opened in the same way; None if there is none.
         values: True to read tensor data, False for headers only; None reads up to `READ_BYTES`.
         adapter: folder of the adapter that was merged into the base; None if unknown.
-        public_key: key that has to have signed the folder; None if no key was given.
         planned: True to plan the merge of an adapter, too, if nothing else is wrong with it.
         codes: worst severity of each code that was reported so far.
         explained: names of the tensors in these findings.
@@ -204,7 +203,6 @@ class Source:
     base: Source | None = None
     values: bool | None = None
     adapter: Path | None = None
-    public_key: Path | None = None
     planned: bool = False
     codes: dict[str, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
     explained: set[str] = field(init=False, default_factory=set, compare=False, repr=False)
@@ -275,7 +273,6 @@ def open_source(
     *,
     values: bool | None = None,
     adapter: Path | None = None,
-    public_key: Path | None = None,
 ) -> Source:
     """Open a folder and its base: the one in `base`, else the one that an adapter names.
 
@@ -289,7 +286,7 @@ def open_source(
     if base is not None:
         base_folder = Folder(base.absolute())
         opened = Source(base_folder, recognise(base_folder), None, values)
-    return Source(folder, recognised, opened, values, adapter, public_key)
+    return Source(folder, recognised, opened, values, adapter)
 
 
 def _named_base(folder: Folder) -> Path | None:

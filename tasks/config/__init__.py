@@ -34,7 +34,6 @@ class Rlhf(Section):
     plan: bool = False  # true: print what would be done, start nothing
     force: list[str] = field(default_factory=list)  # stages to run again, by name
     tag: str = ""  # free text that tells runs apart
-    push: str | None = None  # <owner>/<name> on the Hub, for a model that passed the gate
     seed: int = 0  # of training
     steps: dict[str, list[str]] = field(default_factory=dict)  # overrides of each, by its name
     model: Model = field(default_factory=Model)

@@ -102,17 +102,9 @@ class Gate(Section):
 
 
 @dataclass(frozen=True)
-class Signing(Section):
-    """Signing of the served folder."""
-
-    sign: str | None = None  # file of the private key that signs the served folder (model.sig)
-
-
-@dataclass(frozen=True)
-class Register(Signing):
+class Register(Section):
     """Registering the served model."""
 
-    verify: str | None = None  # file of a public key: only what it signed is registered
     promote: bool = False  # true: `champion` names the model if the gate passes
 
 
@@ -212,11 +204,9 @@ class Deliver(Section):
     plan: bool = False  # true: print what would be done, write nothing
     force: list[str] = field(default_factory=list)  # stages to run again, by name
     tag: str = ""  # free text that tells runs apart
-    push: str | None = None  # <owner>/<name> on the Hub, for a model that passed every check
     merge: DeliverMerge = field(default_factory=DeliverMerge)
     convert: Convert = field(default_factory=Convert)
     smoke: DeliverSmoke = field(default_factory=DeliverSmoke)
-    register: Signing = field(default_factory=Signing)
     tracking: Tracking = field(default_factory=Tracking)
     paths: Paths = field(default_factory=Paths)
     timeouts: DeliverTimeouts = field(default_factory=DeliverTimeouts)

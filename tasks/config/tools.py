@@ -45,7 +45,6 @@ class Audit(Recorded):
     base: str | None = None  # folder of its base model; null: the one that an adapter names
     adapter: str | None = None  # adapter that was merged into base: proves the merge
     values: bool | None = None  # true: read all tensor data; null: up to 2 GB
-    verify: str | None = None  # file of a public key; source has to be signed by its owner
     out: str | None = None  # file for the report as JSON, "-" for standard output; null: a table
     fix: bool = False  # true: write a repaired copy into out_dir
     out_dir: str | None = None  # folder to write the repaired copy to
@@ -121,7 +120,6 @@ class Promote(Recorded):
     """Settings of `plumbline promote`."""
 
     source: str = MISSING  # models:/<name>/<number> or models:/<name>@<alias>
-    verify: str | None = None  # file of a public key that has to have signed its folder
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,6 @@ class Serve(Recorded):
     """Settings of `plumbline serve`; what begins with `-` goes to vLLM."""
 
     source: str = MISSING  # models:/<name>/<number>, models:/<name>@<alias>, or a served folder
-    verify: str | None = None  # file of a public key that has to have signed the folder
 
 
 @dataclass(frozen=True)

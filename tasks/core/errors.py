@@ -10,7 +10,7 @@
     |   `-- RewardError            a reward source failed; names the source and the prompt
     |-- StageProcessError          a child process failed
     |-- TimeLimitError             a stage took longer than its setting allows
-    |-- TrackingError              a server does not answer: not registered, not pushed   exit 3
+    |-- TrackingError              a server does not answer: not registered               exit 3
     `-- BusyError                  another run uses the same folder, artifact or GPU
 
 A message says what is wrong, where, and what is allowed; the hint says what to type. `str(error)`
@@ -110,7 +110,7 @@ class RewardError(TrainingError):
 
 
 class TrackingError(PlumblineError):
-    """A server does not answer, so that a finished model is not registered, or not pushed."""
+    """A server does not answer, so that a finished model is not registered."""
 
     exit_code = 3
 

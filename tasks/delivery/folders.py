@@ -16,9 +16,8 @@ from tasks.core.disk import flush, write_refused
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.core.files import copy_file
 from tasks.core.private import open_up
-from tasks.pipeline.artifact import SIGNATURE, Artifact, intact, open_artifact
+from tasks.pipeline.artifact import Artifact, intact, open_artifact
 from tasks.pipeline.locks import staging
-from tasks.pipeline.signature import sign
 from tasks.release.model_card import write_card
 from tasks.weights.files.documents import MANIFEST, read_manifest
 
@@ -87,32 +86,27 @@ def out_findings(
         yield f"out={out} is not a folder: name another one"
 
 
-def put(served: Artifact, out: Path, private_key: Path | None = None, card: str = "") -> None:
-    """Publish the served artifact as `out`, with a model card, signed.
+def put(served: Artifact, out: Path, card: str = "") -> None:
+    """Publish the served artifact as `out`, with a model card.
 
     Weights are hard links of the artifact's files, and read-only; where OUT is on another file
     system, copies. Whoever writes to such a file all the same changes the artifact, too: the next
-    run notices it and makes the artifact again. The manifest is written last, and signed; then one
-    rename makes everything visible. An earlier delivery is moved aside before the rename and
+    run notices it and makes the artifact again. The manifest is written last; then one rename
+    makes everything visible. An earlier delivery is moved aside before the rename and
     removed after it. Call `out_findings` first. Files have the permissions of the user's umask,
     because another user may serve them.
     """
     if _is_delivered(out, served):
-        if private_key is not None:
-            sign(out, private_key)
         return
     with staging(out) as work:
         for path in sorted(served.path.rglob("*")):
-            if path.is_file() and path.name not in (MANIFEST, SIGNATURE):
+            if path.is_file() and path.name != MANIFEST:
                 target = work / path.relative_to(served.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link_or_copy(path, target)
         _link_or_copy(served.path / MANIFEST, work / MANIFEST)
         if card:
             write_card(work, card)
-        if private_key is not None:
-            sign(work, private_key)
-            flush(work / SIGNATURE)
         open_up(work)
         for path in work.rglob("*"):
             if path.suffix in _WEIGHTS:

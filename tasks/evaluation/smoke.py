@@ -36,8 +36,6 @@ class Tools:
     vllm: VllmChild = field(default_factory=VllmChild)
     # folder of llama.cpp, which serves a GGUF file; None for its programs on PATH
     llama_cpp: str | None = None
-    # a signed folder is served only if this key signed it; None for any folder
-    public_key: Path | None = None
     # the model that the served one has to be, for transformers; None if unknown
     before: ModelRef | None = None
     explain: Explain | None = None  # says where two models part, after a failed drift check

@@ -27,13 +27,13 @@ from blake3 import blake3
 from tasks.core.disk import file_stats, flush, flush_tree, write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.redaction import redacted
+from tasks.core.terminal import typed
 from tasks.pipeline.locks import staging as staging
 from tasks.pipeline.locks import sweep as sweep
 from tasks.weights.files.documents import manifest_problem, read_json
 from tasks.weights.files.header import read_header
 
 MANIFEST = "manifest.json"
-SIGNATURE = "model.sig"
 """Written after the manifest, which it signs, too; so the manifest does not list it."""
 CARD = "README.md"
 """Model card of a served folder, written after its evaluation. The manifest has its hash under
@@ -127,7 +127,7 @@ def inventory(
     files: dict[str, Any] = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         name = path.relative_to(root).as_posix()
-        if name in (MANIFEST, SIGNATURE):
+        if name == MANIFEST:
             continue
         hashed = size = path.stat().st_size
         if path.suffix == ".safetensors":
@@ -209,6 +209,33 @@ def intact(artifact: Artifact, seen: Path) -> list[str]:
     return problems
 
 
+def require_published(folder: Path, digest: str | None) -> Artifact:
+    """Compare every byte of a served folder with what was published. Raises ArtifactError.
+
+    `digest` is the one that was registered; None for that of its own manifest.
+    """
+    if not folder.is_dir():
+        raise ArtifactError(f"no such folder on this machine: {folder}")
+    if not (folder / MANIFEST).is_file():
+        raise ArtifactError(
+            f"{folder} is no model that Plumbline served: it has no {MANIFEST}",
+            hint=f"python flows/deliver.py {typed('source', folder)} out=<a new folder>, which is "
+            "proven and can be served; for an adapter also base=<its base>",
+        )
+    artifact = open_artifact(folder, "served")
+    problems = verify(artifact)
+    if digest not in (None, artifact.digest):
+        problems = [f"its digest is {artifact.digest}, and {digest} was registered", *problems]
+    if problems:
+        raise ArtifactError(
+            f"{folder} is not the model that was {'registered' if digest else 'published'}: "
+            f"{problems[0]}",
+            details=problems,
+            hint="copy the folder again from where it was made, or choose another version",
+        )
+    return artifact
+
+
 def remember(artifact: Artifact, seen: Path) -> None:
     """Record the stats of an artifact's files for `intact`, after its bytes have been hashed."""
     seen.mkdir(parents=True, exist_ok=True)
@@ -216,7 +243,7 @@ def remember(artifact: Artifact, seen: Path) -> None:
 
 
 def _stats(root: Path) -> dict[str, list[int]]:
-    files = sorted(path for path in root.rglob("*") if path.is_file() and path != root / SIGNATURE)
+    files = sorted(path for path in root.rglob("*") if path.is_file())
     return {path.relative_to(root).as_posix(): file_stats(path) for path in files}
 
 
@@ -230,7 +257,7 @@ def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
         elif path.stat().st_size != entry["size"]:
             problems.append(f"{name}: {path.stat().st_size} bytes, manifest says {entry['size']}")
     present = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()}
-    added = sorted(present - {MANIFEST, SIGNATURE, *listed})
+    added = sorted(present - {MANIFEST, *listed})
     return problems + [f"{name}: not in the manifest" for name in added]
 
 

@@ -156,7 +156,7 @@ class Child:
 
 _NOT_FOR_CHILDREN = (
     "MLFLOW_RUN_ID", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING",
-    "PLUMBLINE_SIGN_PASSWORD", "RANK", "WORLD_SIZE",
+    "RANK", "WORLD_SIZE",
 )  # fmt: skip
 
 
@@ -170,8 +170,7 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     - There is no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
     - There is nothing that Kubeflow sets for torchrun (`PET_NNODES`, `RANK`): a process on one of
       the nodes would take itself for a rank, and a torchrun for one node would wait for others.
-    - There is no login of a Prefect server but in `extra`, and no password of a signing key: a
-      user's reward function runs there.
+    - There is no login of a Prefect server but in `extra`: a user's reward function runs there.
     """
     inherited = {
         key: value

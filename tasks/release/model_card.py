@@ -4,7 +4,7 @@
     beside(text, Path("ckpt/README.md"))           a card that the folder of the user already has
 
 The manifest lists the card under `card`, not among its files: the digest names the model, and the
-card says how it was measured. A signature covers both.
+card says how it was measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from blake3 import blake3
 from tasks.core.disk import flush
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import CARD, MANIFEST, read_manifest
-from tasks.pipeline.signature import is_signed
 
 _FENCE = "---\n"
 _HEADING = "# Delivered by Plumbline"
@@ -28,14 +27,11 @@ _ADAPTER_TAGS = ("lora", "qlora", "adapter", "peft")
 
 
 def write_card(folder: Path, text: str) -> bool:
-    """Write the card of a served folder, and list it in the manifest; returns if that changed it.
-
-    A folder that is signed already is left as it is.
-    """
+    """Write the card of a served folder, and list it in the manifest. Return if that changed it."""
     document = read_manifest(folder)
     data = text.encode()
     entry = {"size": len(data), "blake3": str(blake3(data).hexdigest())}
-    if is_signed(folder) or document.get("card") == entry:
+    if document.get("card") == entry:
         return False
     listed = json.dumps({**document, "card": entry}, indent=1, sort_keys=True) + "\n"
     for name, content in ((CARD, data), (MANIFEST, listed.encode())):

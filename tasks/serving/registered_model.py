@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.pipeline.signature import require_published
+from tasks.pipeline.artifact import require_published
 from tasks.serving.prompts import load_tokenizer, render_one, stop_ids, whole_ids
 from tasks.weights.model_class import language_class, read_config
 

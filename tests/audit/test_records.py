@@ -1,4 +1,4 @@
-"""A record of the training, a signature, shards of ranks beside or in place of a checkpoint."""
+"""A record of the training, shards of ranks beside or in place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 
 from tasks.audit.run import Report, audit
 from tasks.drift.fingerprint import Fingerprint
-from tasks.pipeline.signature import sign
 from tasks.witness.plumbline_witness.facts import headers_digest
 from tests.audit.making import (
     by_code,
@@ -22,10 +21,8 @@ from tests.audit.making import (
     errors,
     make_adapter,
     make_model,
-    make_shards,
     write_json,
 )
-from tests.keys import make_pair
 from tests.weights.making import Spread, write_shards
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}\n"
@@ -149,36 +146,6 @@ def test_a_planted_difference(name: str, source: Path, base: Path) -> None:
     (finding,) = [each for each in report.findings if each.code == "WITNESS_DIFFERS"]
     assert text in finding.found
     assert "CANNOT_JUDGE" not in by_code(report)
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> tuple[Path, Path]:
-    return make_pair(tmp_path / "keys")
-
-
-@pytest.fixture
-def signed(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
-    root = make_shards(tmp_path / "it")
-    sign(root, keys[0])
-    return root
-
-
-def test_a_signature_is_compared_with_every_file(
-    signed: Path, keys: tuple[Path, Path], tmp_path: Path
-) -> None:
-    codes = by_code(audit(signed))
-    assert by_code(audit(signed, public_key=keys[1])) == codes
-    other = make_pair(tmp_path, "other")[1]
-    assert by_code(audit(signed, public_key=other)) == {**codes, "SIGNATURE_WRONG": "error"}
-    edit_json(signed / "config.json", rms_norm_eps=1e-5)
-    (signed / "generation_config.json").write_text("{}")
-    findings = audit(signed, public_key=keys[1]).findings
-    (wrong,) = (each for each in findings if each.code == "SIGNATURE_WRONG")
-    assert "config.json" in wrong.found
-    assert "generation_config.json" in wrong.found
-    for damage in (lambda file: file.write_text("{}"), lambda file: file.unlink()):
-        damage(signed / "model.sig")
-        assert by_code(audit(signed, public_key=keys[1]))["SIGNATURE_WRONG"] == "error"
 
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

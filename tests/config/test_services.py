@@ -5,16 +5,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from tasks.config.checks import release
-from tasks.core.finding import Finding
-from tasks.pipeline.signature import PASSWORD
 from tests.answering import Reply, answering
-from tests.keys import make_pair
 
 BASIC = "Basic bWU6c2VjcmV0"
 PAGES = (
@@ -82,40 +77,3 @@ def test_the_status_of_mlflow() -> None:
     for status, refused in ((200, 0), (404, 0), (503, 1)):
         with serving(lambda _, status=status: status) as place:
             assert len(list(release.reachable(f"http://{place}"))) == refused
-
-
-@pytest.fixture
-def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with keys of all kinds, as the working directory."""
-    monkeypatch.delenv(PASSWORD, raising=False)
-    monkeypatch.chdir(tmp_path)
-    make_pair(tmp_path)
-    make_pair(tmp_path, "other")
-    make_pair(tmp_path, "hidden", password="right")
-    make_pair(tmp_path, "koblitz", private=ec.generate_private_key(ec.SECP256K1()))
-    make_pair(tmp_path, "edwards", private=ed25519.Ed25519PrivateKey.generate())
-    make_pair(tmp_path, "group")[0].chmod(0o640)
-    return tmp_path
-
-
-def findings(private: str | None, public: str | None = None) -> list[Finding]:
-    return list(release.signing({"sign": private, "verify": public}))
-
-
-def test_a_key_that_cannot_sign_or_check_is_refused(keys: Path) -> None:
-    for name in ("absent.pem", "group.pem", "koblitz.pem", "edwards.pem", "hidden.pem"):
-        (finding,) = findings(name)
-        assert finding.what == "register.sign", name
-    for name in ("absent.pub", "key.pem", "koblitz.pub", "other.pub"):
-        (finding,) = findings("key.pem", name)
-        assert finding.what == "register.verify", name
-
-
-def test_keys_that_fit(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert findings(None) == []
-    assert findings("key.pem") == findings(None, "key.pub") == findings("key.pem", "key.pub") == []
-    monkeypatch.setenv(PASSWORD, "right")
-    assert findings("hidden.pem", "hidden.pub") == []
-    monkeypatch.setenv(PASSWORD, "wrong")
-    (finding,) = findings("hidden.pem")
-    assert "wrong" not in finding.override

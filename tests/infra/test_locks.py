@@ -10,7 +10,7 @@ from tests.conftest import PROJECT
 REQUIREMENTS = PROJECT / "requirements"
 EXTRAS = {
     "cpu": ("train", "serve-cpu"), "cuda": ("train", "serve"), "gate": (), "dev": ("dev",),
-    "sign": ("sign",), "lm-eval": ("lm-eval",),
+    "lm-eval": ("lm-eval",),
 }  # fmt: skip
 """Extras of pyproject.toml by the lock that has their pins."""
 PINNED = ("build", "cpu", "cuda", "gate", "quantize", "tools", "torch")

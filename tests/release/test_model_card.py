@@ -1,4 +1,4 @@
-"""Model cards: what the manifest and a signature make of them, and cards that exist already."""
+"""Model cards: what the manifest makes of them, and cards that exist already."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, verify
-from tasks.pipeline.signature import sign, signature_problem
 from tasks.release.model_card import beside, card, hub_id, license_of, write_card
-from tests.keys import make_pair
 
 TEXT = card(
     {"base_model": "a/b", "datasets": [], "license": "mit", "tags": ["plumbline"]},
@@ -25,19 +23,14 @@ def served(tmp_path: Path) -> Artifact:
     return publish(work, tmp_path / "served", Origin("served", "convert", "k"))
 
 
-def test_the_manifest_and_the_signature_cover_the_card(tmp_path: Path) -> None:
+def test_the_manifest_covers_the_card(tmp_path: Path) -> None:
     made = served(tmp_path)
     assert write_card(made.path, TEXT)
     assert not write_card(made.path, TEXT)
     assert open_artifact(made.path) == made  # the digest names the model alone
     assert verify(made) == []
-    private, public = make_pair(tmp_path / "keys")
-    sign(made.path, private)
-    assert not write_card(made.path, TEXT + "other")
-    assert signature_problem(made.path, public) == ""
     (made.path / "README.md").write_text(TEXT.replace("sft", "dpo"))
     assert verify(made) == ["README.md: contents changed"]
-    assert "README.md" in signature_problem(made.path, public)
     (made.path / "README.md").unlink()
     assert verify(made) == ["README.md: missing"]
 

@@ -1,4 +1,4 @@
-"""The folder: its kind, its documents, links, manifest and signature."""
+"""The folder: its kind, its documents, links and manifest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from tasks.audit.check import ERROR, INFO, READ, WARNING, Fault, check, some
 from tasks.audit.folder import by_number
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, Source, command, deliver
 from tasks.core.errors import ArtifactError
-from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact, verify
-from tasks.pipeline.signature import signature_problem
+from tasks.pipeline.artifact import MANIFEST, open_artifact, verify
 from tasks.weights.files.reader import index_of, is_hidden
 from tasks.weights.files.side_files import PROCESSORS
 from tasks.weights.shards import PARTITIONS
@@ -161,18 +160,6 @@ def sha256_differs(source: Source) -> Iterator[Fault]:
     if source.recognised.manifest and "MANIFEST_DIFFERS" not in source.codes:
         for difference in verify(open_artifact(source.folder.root))[:_MOST]:
             yield Fault(difference, "the bytes that the manifest records", file=MANIFEST)
-
-
-@check(
-    "SIGNATURE_WRONG", ERROR,
-    why="a file may have been changed since it was signed, or somebody else signed it",
-    fix="restore the folder; if you made it, sign it: deliver with register.sign=<private key>",
-)  # fmt: skip
-def signature_wrong(source: Source) -> Iterator[Fault]:
-    """A signature (OpenSSF Model Signing) that is missing, or does not fit the files or the key."""
-    key = source.public_key
-    if key is not None and (problem := signature_problem(source.folder.root, key)):
-        yield Fault(problem, "the files that this key signed", file=SIGNATURE)
 
 
 @check(

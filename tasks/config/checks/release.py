@@ -1,14 +1,12 @@
-"""Problems that would show after training: quantised models, the gate, keys, servers."""
+"""Problems that would show after training: quantised models, the gate, servers."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,10 +17,8 @@ from tasks.core.finding import Finding
 from tasks.core.redaction import HIDDEN, redact
 from tasks.drift.fingerprint import EXPERTS
 from tasks.lm_eval import is_file, task_name
-from tasks.pipeline.signature import password_bytes, public_part
 from tasks.quantize import CONVERTED, ENVIRONMENT
 from tasks.release.gate import EXAMPLES, LM_EVAL, NUMBERS, names_for, parse, run_kinds
-from tasks.release.push import LOGIN, owner_problem
 from tasks.rl.user_code import EVAL
 from tasks.serving.llama_cpp import CONVERTER, QUANTIZER, SERVER, find_programs
 from tasks.weights.quantized.quantize import GGUF
@@ -34,7 +30,6 @@ GGUF_READ = (
 """Model types whose GGUF files transformers reads, so that they can be compared."""
 GROUPS = (128, 64, 32)
 """Group sizes of 4 bits that vLLM has kernels for, on GPUs (Marlin) and CPUs."""
-CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _INSECURE = ("MLFLOW_TRACKING_INSECURE_TLS", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY")
 LIMIT_S = 5.0
 FRESH_S = 30.0
@@ -51,11 +46,9 @@ def problems(context: Context) -> Iterator[Finding]:
     if not is_reward:
         yield from lm_eval_tasks(settings["eval"]["lm_eval"])
     yield from conditions(settings)
-    yield from signing(settings["register"])
     yield from reachable(settings["tracking"]["uri"])
     yield from prefect_reachable()
     yield from public(settings["tracking"])
-    yield from hub(settings["push"])
 
 
 def quantizing(
@@ -158,58 +151,6 @@ def lm_eval_tasks(tasks: list[str]) -> Iterator[Finding]:
             yield Finding("eval.lm_eval", f"{task}: {error}", "a task in YAML", override)
 
 
-def signing(register: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the problems of `register.sign` and `register.verify`, which may be absent."""
-    private, public = register["sign"], register.get("verify")
-    wrong = list(private_key("register.sign", private) if private else ())
-    wrong += public_key("register.verify", public) if public else ()
-    yield from wrong
-    if private and public and not wrong:
-        from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-        derived = load_pem_public_key(public_part(Path(private).expanduser()))
-        if derived != load_pem_public_key(Path(public).expanduser().read_bytes()):
-            allowed = f"not the public key of register.sign={private}"
-            override = f"openssl ec -in {private} -pubout -out {public}"
-            yield Finding("register.verify", public, allowed, override)
-
-
-def private_key(key: str, value: str) -> Iterator[Finding]:
-    """Yield why a file cannot sign."""
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    path, make = Path(value).expanduser(), "openssl ecparam -name prime256v1 -genkey -noout"
-    yield from _unusable(key, path, lambda pem: load_pem_private_key(pem, password_bytes()), make)
-    if path.is_file() and (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077:
-        allowed = "a private key is readable by its owner alone"
-        yield Finding(key, f"{value} has mode {mode:04o}", allowed, f"chmod 600 {value}")
-
-
-def public_key(key: str, value: str) -> Iterator[Finding]:
-    """Yield why signatures cannot be checked with a file."""
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    export = "openssl ec -in key.pem -pubout -out key.pub"
-    yield from _unusable(key, Path(value).expanduser(), load_pem_public_key, export)
-
-
-def _unusable(
-    key: str, path: Path, load: Callable[[bytes], Any], override: str
-) -> Iterator[Finding]:
-    if not all(map(find_spec, ("model_signing", "OpenSSL"))):
-        yield Finding(key, str(path), "model-signing is not installed", "make setup-sign")
-        return
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    try:
-        curve = getattr(getattr(load(path.read_bytes()), "curve", None), "name", "")
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-        yield Finding(key, f"{path}: {error}", "a key in PEM", override)
-    else:
-        if curve not in CURVES:
-            yield Finding(key, f"{path}: {curve}", "a key on P-256, P-384 or P-521", override)
-
-
 def reachable(uri: str | None) -> Iterator[Finding]:
     """Yield a finding if the server of `tracking.uri` does not answer; SQLite needs none."""
     if uri is None or urlsplit(uri).scheme not in ("http", "https"):
@@ -267,23 +208,3 @@ def public(tracking: Mapping[str, Any]) -> Iterator[Finding]:
         if HIDDEN in (shown := redact(tracking[key])):
             allowed = "a name without a token or a password, because every page shows it"
             yield Finding(f"tracking.{key}", shown, allowed, f"tracking.{key}=plumbline")
-
-
-def hub(repo: str | None, engine: str = "") -> Iterator[Finding]:
-    """Yield a finding if nothing can be pushed to the repository of `push`."""
-    if repo is None:
-        return
-    from huggingface_hub import get_token
-    from huggingface_hub.constants import is_offline_mode
-
-    for wrong, allowed, override in (
-        (repo.count("/") != 1, "<owner>/<name> on the Hub", "push=me/my-model"),
-        (engine == "none", "only what an engine has measured is pushed", "smoke.engine=vllm"),
-        (is_offline_mode(), "HF_HUB_OFFLINE forbids it", "unset HF_HUB_OFFLINE"),
-        (get_token() is None, "there is no token of the Hub", LOGIN),
-    ):
-        if wrong:
-            yield Finding("push", redact(repo), allowed, override)
-            return
-    if reason := owner_problem(repo):
-        yield Finding("push", redact(repo), reason, LOGIN)

@@ -18,7 +18,6 @@ from flows.cli.composed import Composed
 from flows.cli.entry import run_main
 from flows.cli.outcome import exit_status
 from flows.cli.plan import check, render
-from flows.cli.signals import exit_on_signals
 from flows.orchestration.flow_body import start
 from tasks.core.redaction import redact, redact_url, without_passwords
 from tasks.core.terminal import plain, to_stderr
@@ -32,8 +31,7 @@ from tasks.training.job import TrainJob
 
 def main() -> int:
     """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("rlhf", _job)
+    return run_main("rlhf", _job)
 
 
 def _job(composed: Composed, overrides: list[str]) -> int:

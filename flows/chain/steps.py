@@ -17,9 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flows.cli.arguments import split
 from flows.cli.composed import Composed
-from flows.cli.config import compose_config
+from flows.cli.config import compose_config, split
 from flows.cli.vocabulary import nearest
 from tasks.core.errors import ConfigError
 

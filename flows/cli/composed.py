@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from flows.cli.problems import WrongValuesError
+from flows.cli.vocabulary import VALUE, Problem, Vocabulary, config_error, wrong_values
 from tasks.core.disk import full_disk
 from tasks.core.errors import PlumblineError
 from tasks.core.redaction import INTERPOLATION, hide_in_url, hide_interpolated, redacted
@@ -19,6 +20,7 @@ from tasks.core.terminal import plain
 
 _OUR_VARIABLES = ("${oc.env:PLUMBLINE_RUNS,runs}", "${oc.env:MLFLOW_TRACKING_URI,null}")
 """Defaults of `paths.runs` and `tracking.uri`; what they stand for is recorded."""
+_EXAMPLES = {"source": "<folder of the checkpoint>", "out": "<a new folder>"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Composed:
     tracking_root: Path | None
     defaults: tuple[str, ...] = ()
 
-    @cached_property
+    @property
     def text(self) -> str:
         """The recorded settings as YAML."""
         return OmegaConf.to_yaml(OmegaConf.create(self.recorded))
@@ -54,18 +56,16 @@ class Composed:
         Raises:
             OmegaConfBaseException: a mandatory value is missing, or an interpolation names no
                 setting.
-            WrongValuesError: the dataclass does not allow some of the values.
+            ValidationError: of pydantic; the dataclass does not allow some of the values.
         """
         typed = hide_variables_of(config)  # an error below may show a value
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-        settings = checked(section, values)
+        adapter = _adapter(section)
+        settings: dict[str, Any] = adapter.dump_python(adapter.validate_python(values), mode="json")
         for text in _texts(settings):
             hide_in_url(text)
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
-        tracking = settings.get("tracking", {})  # a command without it records nothing
-        if tracking and tracking["uri"] is None:
-            tracking["uri"] = _own_server(runs)
-        uri, store = tracking.get("uri"), runs / "mlflow"
+        uri, store = settings.get("tracking", {}).get("uri"), runs / "mlflow"
         return cls(
             settings=settings,
             recorded=_recorded(typed, settings),
@@ -75,10 +75,49 @@ class Composed:
         )
 
 
-def run_job(job: Callable[[Composed, list[str]], int], composed: Composed, words: list[str]) -> int:
+def resolve(
+    make: Callable[[], DictConfig],
+    names: Vocabulary,
+    words: Sequence[str],
+    problems: Sequence[Problem] = (),
+) -> Composed:
+    """Make and check a configuration.
+
+    Args:
+        make: returns it with the words that are right; it may raise a ConfigError.
+        words: of the command line.
+        problems: mistakes in other words.
+
+    Raises:
+        ConfigError: with all problems, of names and of values.
+    """
+    from pydantic import ValidationError
+
+    problems = list(problems)
+    try:
+        composed = Composed.of(make(), names.root)
+    except ValidationError as error:
+        problems += wrong_values(error.errors(include_url=False), words, names)
+    except MissingMandatoryValue as error:
+        hint = f"{names.command} {error.full_key}={_EXAMPLES.get(str(error.full_key), VALUE)}"
+        message = f"{error.full_key} has to be set"
+        problems = problems or [Problem(message, f"{hint}, beside what you typed")]
+    except OmegaConfBaseException as error:
+        problems = problems or [Problem(str(error).splitlines()[0], f"{names.command} --help")]
+    except PlumblineError:
+        if not problems:
+            raise
+    if problems:
+        raise config_error(problems)
+    return composed
+
+
+def run_job(
+    job: Callable[[Composed, list[str]], int], composed: Composed, words: Sequence[str]
+) -> int:
     """Run a command, and print an error of ours. Returns the exit status."""
     try:
-        return job(composed, words)
+        return job(composed, list(words))
     except PlumblineError as error:
         return report(error)
     except Exception as error:
@@ -98,31 +137,6 @@ def _adapter(section: type) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(section)
-
-
-def checked(section: type, values: Any) -> dict[str, Any]:
-    """Return values with the types of a dataclass, and its defaults.
-
-    Raises:
-        WrongValuesError: there are unknown keys, wrong types, or numbers out of their bounds.
-    """
-    from pydantic import ValidationError
-
-    adapter = _adapter(section)
-    try:
-        settings: dict[str, Any] = adapter.dump_python(adapter.validate_python(values), mode="json")
-    except ValidationError as error:
-        raise WrongValuesError(error.errors(include_url=False)) from None
-    return settings
-
-
-def _own_server(runs: Path) -> str | None:
-    """Return MLflow's URI if `make up` runs it with PostgreSQL: SQLite's rows would be missing."""
-    if not runs.is_dir():
-        return None
-    from flows.servers.services import TRACKING, client_settings, services_of
-
-    return client_settings(services_of(runs)).get(TRACKING)
 
 
 def hide_variables_of(config: DictConfig) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,21 +12,13 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.utils import JobRuntime
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, Node, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from flows.cli.composed import Composed
-from flows.cli.problems import (
-    WrongValuesError,
-    config_error,
-    missing_value,
-    wrong_overrides,
-    wrong_values,
-)
-from flows.cli.vocabulary import CONF, Vocabulary
+from flows.cli.composed import Composed, resolve
+from flows.cli.vocabulary import CONF, Problem, Vocabulary, unknown_key
 from tasks.config import Rlhf
 from tasks.config.after_training import Deliver
 from tasks.config.checks.model import look
@@ -35,6 +27,7 @@ from tasks.core.errors import ConfigError
 
 SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver}
 """Dataclass of the settings, by root file."""
+_STEP = re.compile(r"steps\.(\w+)\.(.+)", re.DOTALL)
 
 
 def _default(*, _root_: DictConfig, _node_: Node) -> Any:
@@ -80,88 +73,32 @@ for _program, _section in SCHEMAS.items():
     ConfigStore.instance().store(name=_name, node=Vocabulary(_program, _section).defaults)
 
 
-def resolved(config: DictConfig, overrides: Sequence[str], config_name: str) -> Composed:
-    """Check and resolve a configuration that Hydra composed.
-
-    Raises:
-        ConfigError: unknown keys, values of a wrong type, a mandatory value is missing, or an
-            interpolation names no setting.
-    """
-    names = vocabulary(config_name, conf_folders(overrides))
-    try:
-        return _resolved(config, config_name)
-    except WrongValuesError as error:
-        raise config_error(wrong_values(error, overrides, names)) from error
-    except MissingMandatoryValue as error:
-        raise missing_value(str(error.full_key), names) from error
-    except OmegaConfBaseException as error:
-        raise _unexplained(error, names) from error
-
-
-def _resolved(config: DictConfig, config_name: str) -> Composed:
-    dequantised = _take_gguf(config) if config_name == "rlhf" else []
-    composed = Composed.of(config, SCHEMAS[config_name])
-    if config_name != "rlhf":
-        return composed
-    return replace(composed, defaults=(*dequantised, *_computed(config, composed.settings)))
-
-
-def _unexplained(error: Exception, names: Vocabulary) -> ConfigError:
-    """Return an error in the words of Hydra or OmegaConf, without its trace of files."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return ConfigError(" ".join(lines[:2]), hint=f"{names.command} --help")
-
-
-def _take_gguf(config: DictConfig) -> list[str]:
-    """Put the Hugging Face folder of a GGUF file into `model.path`; return what to say of it."""
-    path = config.model.path
-    if not str(path).endswith(".gguf"):
-        return []
-    from tasks.from_gguf import hf_folder
-
-    config.model.path = str(hf_folder(Path(path).expanduser()))
-    return [f"model.path={config.model.path} (the dequantised weights of {path}, in bf16)"]
-
-
-def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line about every default that a rule computed."""
-    typed: Any = OmegaConf.to_container(config, resolve=False)
-    for key in RULES:
-        section, _, name = key.partition(".")
-        online = settings["train"]["objective"] in ONLINE
-        if section == "rl" or (section == "rollout" and not online):
-            continue  # the plan shows the effective values of section rl
-        if "${" in str(typed[section][name]):
-            chosen = default(key, partial(_setting, config))
-            if settings[section][name] == chosen.value:
-                yield chosen.line(key)
-
-
 def compose_config(overrides: Sequence[str], *, config_name: str = "rlhf") -> Composed:
-    """Compose and check a configuration, within `hydra.main` or outside of it.
+    """Compose and check a configuration.
 
     Args:
-        overrides: words of a command line, e.g. `["+exp=qlora", "train.lr=1e-4"]`.
+        overrides: words of a command line, e.g. `["+exp=qlora", "train.lr=1e-4"]`. Of those of
+            single steps (`steps.ppo.train.lr=1e-4`) the names are checked.
         config_name: root file in `conf`, without its suffix.
 
     Raises:
-        ConfigError: every unknown key, group or option, wrong value, missing value, and override
-            that cannot be parsed.
+        ConfigError: with every unknown key, group or option, wrong value, missing value, and
+            override that cannot be parsed.
     """
-    names = vocabulary(config_name, conf_folders(overrides))
-    problems = list(wrong_overrides(overrides, names))
-    right = [o for o in overrides if o not in [problem.word for problem in problems]]
-    try:
-        config = composed_as_is(right, config_name)
-        if not problems:
-            return resolved(config, right, config_name)
-        _resolved(config, config_name)
-    except WrongValuesError as error:
-        problems += wrong_values(error, right, names)
-    except (OmegaConfBaseException, ConfigError):
-        if not problems:
-            raise
-    raise config_error(problems)
+    names = vocabulary(config_name, overrides)
+    problems = wrong_overrides(overrides, names)
+    wrong = {problem.word for problem in problems}
+    right = [o for o in split(overrides)[0] if o not in wrong]
+    made, lines = list[DictConfig](), list[str]()
+
+    def make() -> DictConfig:
+        made.append(composed_as_is(right, config_name))
+        lines.extend(_take_gguf(made[0]) if config_name == "rlhf" else ())
+        return made[0]
+
+    composed = resolve(make, names, right, problems)
+    lines += _computed(made[0], composed.settings) if config_name == "rlhf" else ()
+    return replace(composed, defaults=tuple(lines))
 
 
 def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
@@ -171,34 +108,78 @@ def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
         ConfigError: Hydra refuses an override or a file.
     """
     try:
-        with own_hydra(), initialize_config_dir(str(CONF), job_name="rlhf", version_base="1.3"):
+        with initialize_config_dir(str(CONF), job_name="rlhf", version_base="1.3"):
             return compose(config_name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise _unexplained(error, vocabulary(config_name)) from error
+        message, *details = [line.strip() for line in str(error).splitlines() if line.strip()]
+        help_ = f"{vocabulary(config_name).command} --help"
+        raise ConfigError(message, details=details[:3], hint=help_) from error
 
 
-def vocabulary(program: str, folders: Sequence[Path] = (CONF,)) -> Vocabulary:
-    """Return the names that a program's command line may use."""
-    return Vocabulary(program, SCHEMAS[program], folders)
+def wrong_overrides(overrides: Sequence[str], names: Vocabulary) -> list[Problem]:
+    """Return the overrides that Hydra cannot read, and those of unknown settings and options.
+
+    Hydra stops at the first one, and suggests `+key=value` for a typo.
+    """
+    problems, parser = list[Problem](), OverridesParser.create()
+    for text in overrides:
+        place, own = _STEP.sub(r"steps.\1.", text), _STEP.sub(r"\2", text)
+        place = "" if place == text else place
+        key, _, value = own.lstrip("+~").partition("=")
+        try:
+            override = parser.parse_override(own)
+        except HydraException as error:
+            hint = f"\"{place}{key}='{value}'\"" if names.has(key) else names.suggest(key, value)
+            problems.append(Problem(f"{text}: {str(error).splitlines()[0]}", hint, text))
+            continue
+        if override.is_hydra_override() or override.is_delete():
+            continue
+        if key in names.groups:
+            missing = [o for o in value.strip("[]").split(",") if o not in names.groups[key]]
+            if missing:
+                message = f"{text}: there is no {key} {missing[0]!r}"
+                problems.append(Problem(message, place + names.choose(key, missing[0]), text))
+        elif not names.has(key):
+            problem = unknown_key(key, names, text)
+            problems.append(replace(problem, hint=place + problem.hint))
+    return problems
 
 
-def conf_folders(overrides: Sequence[str]) -> list[Path]:
-    """Return the folders of configuration files: `conf`, and those of `hydra.searchpath=[...]`."""
+def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the overrides of the run, and those of single steps by the step's name."""
+    by_step: dict[str, list[str]] = {}
+    for match in filter(None, map(_STEP.fullmatch, overrides)):
+        by_step.setdefault(match[1], []).append(match[2])
+    return [o for o in overrides if not _STEP.fullmatch(o)], by_step
+
+
+def vocabulary(program: str, overrides: Sequence[str] = ()) -> Vocabulary:
+    """Return the names that a command line may use: of `conf`, and of its `hydra.searchpath`."""
     added = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
     paths = [p.strip(" '\"") for value in added for p in value.strip("[]").split(",")]
-    return [CONF, *(Path(p.removeprefix("file://")) for p in paths if p.startswith(("file:", "/")))]
+    own = [Path(p.removeprefix("file://")) for p in paths if p.startswith(("file:", "/"))]
+    return Vocabulary(program, SCHEMAS[program], [CONF, *own])
 
 
-@contextmanager
-def own_hydra() -> Iterator[None]:
-    """Set aside what Hydra holds of the running program, and restore it after the block.
+def _take_gguf(config: DictConfig) -> Iterator[str]:
+    """Put the Hugging Face folder of a GGUF file into `model.path`, and yield a line about it."""
+    path = config.model.path
+    if str(path).endswith(".gguf"):
+        from tasks.from_gguf import hf_folder
 
-    `Singleton.get_state` would do it too, but copies every schema and searches for plugins again.
-    """
-    hydra, name = GlobalHydra.instance().hydra, JobRuntime.instance().get("name")
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = hydra
-        JobRuntime.instance().set("name", name)
+        config.model.path = str(hf_folder(Path(path).expanduser()))
+        yield f"model.path={config.model.path} (the dequantised weights of {path}, in bf16)"
+
+
+def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line about every default that a rule computed."""
+    typed: Any = OmegaConf.to_container(config, resolve=False)
+    online = settings["train"]["objective"] in ONLINE
+    for key in RULES:
+        section, _, name = key.partition(".")
+        if section == "rl" or (section == "rollout" and not online):
+            continue  # the plan shows the effective values of section rl
+        if "${" in str(typed[section][name]):
+            chosen = default(key, partial(_setting, config))
+            if settings[section][name] == chosen.value:
+                yield chosen.line(key)

@@ -1,8 +1,8 @@
-"""Run a Hydra command line with our help, errors, signals and exit statuses.
+"""Run a command whose configuration Hydra composes: `rlhf` or `deliver`.
 
-`hydra.main` parses the overrides, so `--multirun`, `--cfg job`, `--info` and completion work as
-usual. The exit status is 2 for every error of the configuration or the command line, else that of
-the job. All jobs of a sweep run, and the worst status is returned.
+Hydra parses the overrides and runs what its own flags ask for, so `--multirun`, `--cfg job` and
+`--info` work as usual; help and mistakes are ours. The exit status is 2 for every error of the
+configuration or the command line, else that of the job; the worst one for a sweep.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,31 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flows.cli.arguments import Arguments, read
 from flows.cli.composed import Composed, hide_variables_of, report, run_job
-from flows.cli.config import (
-    compose_config,
-    composed_as_is,
-    conf_folders,
-    resolved,
-    vocabulary,
-)
-from flows.cli.problems import config_error, wrong_overrides
+from flows.cli.config import compose_config, composed_as_is, split, vocabulary, wrong_overrides
 from flows.cli.usage import brief, full
-from flows.cli.vocabulary import CONF
-from tasks.core.errors import PlumblineError
+from flows.cli.vocabulary import CONF, Problem, Vocabulary, config_error, no_setting
+from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.redaction import hide_interpolated, redact, redacted
-from tasks.core.terminal import plain
+from tasks.core.terminal import plain, quoted
 
 Job = Callable[[Composed, list[str]], int]
+_FLAGS = {
+    "--multirun": 0, "-m": 0, "--resolve": 0, "--version": 0, "--hydra-help": 0,
+    "--cfg": 1, "-c": 1, "--info": 1, "-i": 1, "--package": 1, "-p": 1, "--shell-completion": 1,
+    "-sc": 1,
+}  # fmt: skip
+"""Hydra's flags, and the number of their values."""
 _RAISE = "HYDRA_FULL_ERROR"
-_PRINTS = ("--cfg", "-c", "--info", "-i")
-"""Hydra's flags that print a configuration, which has passwords."""
+
+
+@dataclass
+class Arguments:
+    """Sorted words of a command line: Hydra's flags with their values, and overrides."""
+
+    flags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    topics: list[str] = field(default_factory=list)
 
 
 def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -> int:
@@ -60,75 +65,111 @@ def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -
     if not words:
         print(brief(vocabulary(config_name)), file=sys.stderr)
         return 2
+    wants_help = bool({"--help", "-h"} & set(words))
     try:
-        arguments = read(words, vocabulary(config_name))
-        names = vocabulary(config_name, conf_folders(arguments.overrides))
-        if arguments.help:
-            print(full(names, composed_as_is(arguments.overrides, config_name), arguments.topics))
+        arguments = read(words, vocabulary(config_name), wants_help=wants_help)
+        names = vocabulary(config_name, arguments.overrides)
+        if wants_help:
+            config = composed_as_is(split(arguments.overrides)[0], config_name)
+            print(full(names, config, arguments.topics))
             return 0
-        sweep = "--multirun" in words or "-m" in words
-        if problems := list(wrong_overrides(arguments.overrides, names, sweep=sweep)):
-            if not sweep:
-                compose_config(arguments.overrides, config_name=config_name)  # wrong values, too
-            raise config_error(problems)
+        runs = (
+            _by_hydra(config_name, arguments, names) if arguments.flags else [arguments.overrides]
+        )
     except PlumblineError as error:
         return report(error)
-    return _hydra(config_name, job, arguments)
+    return max((_run(config_name, job, overrides) for overrides in runs), default=0)
 
 
-def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
-    """Compose with Hydra and run the job for every configuration. Returns the exit status."""
-    statuses: list[int] = []
+def _run(config_name: str, job: Job, overrides: list[str]) -> int:
+    try:
+        composed = compose_config(overrides, config_name=config_name)
+    except PlumblineError as error:
+        return report(error)
+    return run_job(job, composed, overrides)
+
+
+def read(words: Sequence[str], names: Vocabulary, *, wants_help: bool = False) -> Arguments:
+    """Sort a command line before Hydra parses it.
+
+    Hydra answers another tool's flag (`--learning_rate 1e-4`) with its usage, and a word without
+    `=` with an error of its grammar.
+
+    Raises:
+        ConfigError: with all words that are neither a flag of Hydra nor an override.
+    """
+    arguments, problems, rest = Arguments(), list[Problem](), list(words)
+    folders = list[str]()
+    while rest:
+        word = rest.pop(0)
+        flag, joined, value = word.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            folder = Path(value if joined else rest.pop(0) if rest else ".").absolute()
+            folders.append(f"file://{folder}")
+        elif flag in _FLAGS:
+            optional = flag in ("--info", "-i") and "=" in "".join(rest[:1])
+            count = 0 if joined or optional else _FLAGS[flag]
+            arguments.flags += [word, *rest[:count]]
+            rest = rest[count:]
+        elif wants_help and (word in ("--help", "-h") or names.has(word)):
+            arguments.topics += [] if word.startswith("-") else [word]
+        elif word.startswith("-"):
+            has_value = not joined and rest and "=" not in rest[0] and not rest[0].startswith("-")
+            problems.append(no_setting(word, names, rest.pop(0) if has_value else ""))
+        elif names.program == "deliver" and _is_source(word, names, arguments.overrides):
+            arguments.overrides.append(f"source={quoted(word)}")
+        elif "=" in word or word.startswith("~"):
+            arguments.overrides.append(word)
+        else:
+            problems.append(no_setting(word, names))
+    if problems:
+        raise config_error(problems)
+    if folders:  # an override, so that a worker that gets the overrides finds the folders too
+        arguments.overrides.insert(0, f"hydra.searchpath=[{','.join(folders)}]")
+    return arguments
+
+
+def _is_source(word: str, names: Vocabulary, overrides: Sequence[str]) -> bool:
+    """Return True for the folder of `deliver DIR`, which may have an equals sign in its name."""
+    named = any(o.startswith(("source=", "adapters=")) for o in overrides)
+    key = word.partition("=")[0].lstrip("+~")
+    return not (named or names.has(key) or key in names.groups) and (
+        "=" not in word or Path(word).exists()
+    )
+
+
+def _by_hydra(config_name: str, arguments: Arguments, names: Vocabulary) -> list[list[str]]:
+    """Let Hydra do what its flags ask for. Returns the overrides of every run of a sweep."""
+    if problems := wrong_overrides(arguments.overrides, names):
+        raise config_error(problems)
+    plain_overrides, _ = split(arguments.overrides)
+    for_steps = [o for o in arguments.overrides if o not in plain_overrides]
+    jobs: list[list[str]] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
-    def task(config: DictConfig) -> None:
-        os.environ.pop(_RAISE, None)  # child processes of the job must not inherit it
+    def note(_: DictConfig) -> None:
         _redact_sweep()
-        statuses.append(_run(config_name, job, config, arguments.for_steps))
-        os.environ[_RAISE] = "1"
+        # Not resolved: Prefect records the overrides as they were typed, with `${oc.env:NAME}`.
+        typed: Any = OmegaConf.to_container(HydraConfig.get().overrides, resolve=False)
+        searched = [o for o in typed["hydra"] if o.startswith("hydra.searchpath=")]
+        jobs.append([*typed["task"], *searched, *for_steps])
 
-    hide_interpolated(" ".join([*arguments.overrides, *arguments.for_steps]))
-    shown = {("--cfg", "job"), ("-c", "job")} & set(pairwise(arguments.flags))
-    # `--resolve` shows computed defaults as numbers.
-    words = [*arguments.overrides, *arguments.flags, *(["--resolve"] if shown else [])]
-    prints = any(flag.partition("=")[0] in _PRINTS for flag in arguments.flags)
-    if prints:
-        with suppress(PlumblineError):  # which Hydra reports below
-            hide_variables_of(composed_as_is(arguments.overrides, config_name))
-    before, os.environ[_RAISE], sys.argv = sys.argv, "1", [sys.argv[0], *words]
-    try:
-        with _cleaned() if prints else nullcontext():
-            task()
-    except (HydraException, OmegaConfBaseException, OSError) as error:
-        print(plain(str(error)), file=sys.stderr)
-        return 1 if statuses else 2
-    finally:
-        sys.argv = before
-        os.environ.pop(_RAISE, None)
-    return max(statuses, default=0)
-
-
-def _run(config_name: str, job: Job, config: DictConfig, for_steps: list[str]) -> int:
-    # Not resolved: Prefect records the overrides as they were typed, with `${oc.env:NAME}`.
-    typed: Any = OmegaConf.to_container(HydraConfig.get().overrides, resolve=False)
-    overrides, hydra_overrides = list(typed["task"]), typed["hydra"]
-    overrides += [o for o in hydra_overrides if o.startswith("hydra.searchpath=")]
-    try:
-        composed = resolved(config, overrides, config_name)
-    except PlumblineError as error:
-        return report(error)
-    return run_job(job, composed, [*overrides, *for_steps])
-
-
-@contextmanager
-def _cleaned() -> Iterator[None]:
-    """Print what the block prints, without secrets."""
-    text = io.StringIO()
+    hide_interpolated(" ".join(arguments.overrides))
+    with suppress(PlumblineError):  # which Hydra reports below
+        hide_variables_of(composed_as_is(plain_overrides, config_name))
+    before, os.environ[_RAISE], text = sys.argv, "1", io.StringIO()
+    resolve = ["--resolve"] if "job" in arguments.flags else []  # computed defaults as numbers
+    sys.argv = [sys.argv[0], *plain_overrides, *arguments.flags, *resolve]
     try:
         with redirect_stdout(text):
-            yield
+            note()
+    except (HydraException, OmegaConfBaseException, OSError) as error:
+        raise ConfigError(plain(str(error)), hint=f"{names.command} --help") from error
     finally:
         print(redact(text.getvalue()), end="")
+        sys.argv = before
+        os.environ.pop(_RAISE, None)
+    return jobs
 
 
 def _redact_sweep() -> None:

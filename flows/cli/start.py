@@ -1,16 +1,26 @@
-"""Start a command, or print in one line why this Python cannot run it.
+"""Start a command, and end its process with the exit status that is usual.
 
 This module imports nothing but the standard library, since other libraries may not be installed.
+
+Signals need care because of Prefect. It turns a SIGTERM into an exception inside a flow, and then
+sends the signal once more, to the handler that was there before. The default handler would end the
+process before the flow run is reported, and the run would stay `Running` for ever. With our handler
+it is reported as crashed.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from tasks.core.private import stay_private
@@ -21,6 +31,12 @@ _GC_THRESHOLD = 50_000
 """New objects per garbage collection. Python's 700 costs two seconds while Prefect and MLflow are
 imported, which create a million objects and free none."""
 _OURS = ("flows", "tasks", "benchmarks", "infra")
+STATUSES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+"""Exit status after a signal."""
+SETTLE_S = 10.0
+"""Seconds after a signal in which further ones are ignored: time for cleaning up."""
+LEAVE_S = 15.0
+"""Seconds from the end of a stopped flow to that of the process, even if a server hangs."""
 
 
 def start(module: str, *arguments: str) -> NoReturn:
@@ -29,7 +45,8 @@ def start(module: str, *arguments: str) -> NoReturn:
     The status is 2 if Python is too old or a library is missing.
     """
     gc.set_threshold(_GC_THRESHOLD)
-    status = _run(module, arguments)
+    with exit_on_signals():
+        status = _run(module, arguments)
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
@@ -53,13 +70,66 @@ def _run(module: str, arguments: Sequence[str]) -> int:
 
 
 def _refuse(reason: str) -> int:
-    """Print the reason and a command that works. Returns the exit status 2."""
-    project = Path(__file__).resolve().parents[2]
-    python, program = project / ".venv" / "bin" / "python", Path(sys.argv[0]).name
-    again = [str(python), str(project / "flows" / program), *sys.argv[1:]]
-    setup = f"make -C {project} setup && " if not python.exists() else ""
-    if program.startswith("plumbline "):
-        again = [str(python.with_name("plumbline")), program.split()[1], *sys.argv[1:]]
-        setup = "pip install 'plumbline[train]' or " if setup else ""
-    print(f"{program}: {sys.executable} {reason}; type: {setup}{' '.join(again)}", file=sys.stderr)
+    """Print the reason and what to type. Returns the exit status 2."""
+    project, program = Path(__file__).resolve().parents[2], Path(sys.argv[0]).name
+    python = project / ".venv" / "bin" / "python"
+    again = f"{python} {project / 'flows' / program} {' '.join(sys.argv[1:])}"
+    if program.startswith("plumbline "):  # an installed package
+        again = "pip install 'plumbline[train]'"
+    elif not python.exists():
+        again = f"make -C {project} setup && {again}"
+    print(f"{program}: {sys.executable} {reason}; type: {again}", file=sys.stderr)
     return 2
+
+
+class _Handler:
+    """Signal handler; `status` is the exit status of the first signal."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self._at = -SETTLE_S
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now, status = time.monotonic(), STATUSES[signal.Signals(number)]
+        if now - self._at < SETTLE_S:
+            return
+        if self.status is None:  # the supervisors end all child processes when this one is gone
+            leave = threading.Timer(LEAVE_S, os._exit, [status])
+            leave.daemon = True
+            leave.start()
+        self.status, self._at = self.status or status, now
+        if number != signal.SIGTERM:
+            raise KeyboardInterrupt(status)
+        prefect = sys.modules.get("prefect.exceptions")
+        if prefect is None or not isinstance(sys.exc_info()[1], prefect.TerminationSignal):
+            raise SystemExit(status)  # else Prefect resent it while its exception unwinds the stack
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Exit with status 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
+
+    A signal unwinds the stack first, so every `finally` block and context manager runs. Repeated
+    signals within ten seconds are ignored.
+    """
+    handler = _Handler()
+    before = {
+        number: signal.signal(number, handler)
+        for number in STATUSES
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # by nohup
+    }
+    try:
+        yield
+    except BaseException:
+        if handler.status is None:
+            raise
+        with suppress(OSError):  # the terminal may be gone
+            what = "terminated" if handler.status == STATUSES[signal.SIGTERM] else "interrupted"
+            print(f"{what}: all child processes have been ended", file=sys.stderr)
+        raise SystemExit(handler.status) from None
+    finally:
+        # After a signal all stay ignored: Prefect's flush at exit must not be interrupted.
+        for number, previous in before.items():
+            signal.signal(number, previous if handler.status is None else signal.SIG_IGN)
+    if handler.status is not None:  # Prefect has turned the exception into a failed state
+        raise SystemExit(handler.status)

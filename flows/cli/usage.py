@@ -12,16 +12,14 @@ import inspect
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from flows.cli.problems import written
-from flows.cli.vocabulary import CONF, EXPERIMENTS, Vocabulary, experiments
+from flows.cli.vocabulary import CONF, EXPERIMENTS, Vocabulary, experiments, written
 from tasks.core.terminal import plain
 
 FLAGS = (
@@ -31,78 +29,57 @@ FLAGS = (
     ("--info defaults", "how the configuration is put together"),
     ("--config-dir DIR", "a folder with your configuration files, e.g. DIR/exp/mine.yaml"),
 )
-_NARROW, _WIDE = 80, 110
+_WIDTH = 110
 _COLUMN = 32
 
 
 def brief(names: Vocabulary) -> str:
     """Return the short help, which is printed for a command line without arguments."""
     more = f"every option and setting: {names.command} --help"
-    return "\n".join([_description(names.program), *_experiments(names), "", more])
+    return "\n".join([*_head(names), "", more])
 
 
 def full(names: Vocabulary, config: DictConfig, topics: Sequence[str] = ()) -> str:
-    """Return the whole help.
-
-    Args:
-        topics: sections or keys; only their settings are shown. Empty for all.
-    """
-    settings = _settings(names, config, topics)
+    """Return the whole help; with `topics` that of the settings of these sections or keys."""
+    settings = list(_settings(names, config, topics))
     if topics:
         return "\n".join(settings).strip("\n")
-    lines = [_description(names.program), *_experiments(names)]
+    lines = [*_head(names)]
     if names.chosen:  # a command line of Hydra
-        lines += ["", "Flags:", *(line for flag, text in FLAGS for line in _entry(flag, text))]
+        lines += ["", "Flags:", *(line for flag in FLAGS for line in _entry(*flag))]
         lines += ["", "Options (files of settings in conf/):"]
         for group, default in names.chosen.items():
             lines += _entry(f"{group}={default}", f"one of {', '.join(names.groups[group])}")
     return "\n".join([*lines, *settings])
 
 
-def _description(program: str) -> str:
-    """Return the docstring of the program's file without importing it, which would take seconds."""
-    source = (CONF.parent / "flows" / f"{program}.py").read_text(encoding="utf-8")
-    return plain(ast.get_docstring(ast.parse(source)) or "")
+def _head(names: Vocabulary) -> list[str]:
+    """Return the docstring of the program's file, which is not imported, and the experiments."""
+    source = (CONF.parent / "flows" / f"{names.program}.py").read_text(encoding="utf-8")
+    shown = ["", *experiment_lines(names.folders)] if EXPERIMENTS in names.groups else []
+    return [plain(ast.get_docstring(ast.parse(source)) or ""), *shown]
 
 
-def _experiments(names: Vocabulary) -> list[str]:
-    return ["", *experiment_lines((), names.folders)] if EXPERIMENTS in names.groups else []
-
-
-def experiment_lines(words: Sequence[str] = (), folders: Sequence[Path] = (CONF,)) -> list[str]:
-    """Return a line for each experiment below a heading for its folder, and what to type next.
-
-    Args:
-        words: only experiments whose names contain all of them.
-    """
-    entries = [
-        (f"+exp={name}", folder / EXPERIMENTS / f"{name}.yaml")
+def experiment_lines(folders: Sequence[Path] = (CONF,), words: Sequence[str] = ()) -> list[str]:
+    """Return a line for each experiment whose name has all of these words."""
+    files = {
+        f"+exp={name}": folder / EXPERIMENTS / f"{name}.yaml"
         for folder in folders
         for name in experiments(folder)
         if all(word in name for word in words)
-    ]
-    if not entries:
+    }
+    if not files:
         return [f"no experiment has {' and '.join(words)} in its name: plumbline list"]
-    width = max(len(name) for name, _ in entries)
-    lines = []
-    for folder, group in groupby(entries, lambda entry: entry[1].parent):
-        own = folder.is_relative_to(CONF / EXPERIMENTS)
-        name = str(folder.relative_to(CONF / EXPERIMENTS) if own else folder)
-        lines.append("Experiments:" if name == "." else f"Experiments in {name}:")
-        lines += [f"  {typed:<{width}}  {experiment_line(file)}" for typed, file in group]
-    return [*lines, "", "What one would do, and what it needs: plumbline plan +exp=NAME"]
+    width = max(map(len, files))
+    lines = [f"  {name:<{width}}  {experiment_line(file)}" for name, file in files.items()]
+    return ["Experiments:", *lines, "", "What one would do: plumbline plan +exp=NAME"]
 
 
 def listed_experiments(words: Sequence[str]) -> list[str]:
-    """Return the lines of `plumbline list [--config-dir DIR] [WORD ...]`."""
-    folders, wanted, rest = [CONF], list[str](), list(words)
-    while rest:
-        flag, joined, value = rest.pop(0).partition("=")
-        if flag in ("--config-dir", "-cd"):
-            folders.append(Path(value if joined or not rest else rest.pop(0)))
-        else:
-            wanted.append(flag)
-    return experiment_lines(wanted, folders)
+    """Return the lines of `plumbline list [--config-dir=DIR] [WORD ...]`."""
+    flag = "--config-dir="
+    own = [Path(word.removeprefix(flag)) for word in words if word.startswith(flag)]
+    return experiment_lines([CONF, *own], [word for word in words if not word.startswith(flag)])
 
 
 def experiment_line(file: Path) -> str:
@@ -111,8 +88,7 @@ def experiment_line(file: Path) -> str:
     return line.lstrip("# ").strip() if line.startswith("#") else ""
 
 
-def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> list[str]:
-    lines: list[str] = []
+def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> Iterator[str]:
     section = None
     for key in names.settings:
         parent = key.rpartition(".")[0]
@@ -120,13 +96,10 @@ def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> l
             continue
         if parent != section:
             section = parent
-            title = (
-                f"{parent}: {section_help(names, parent)}" if parent else "Settings (key=value):"
-            )
-            lines += ["", title]
+            yield ""
+            yield f"{parent}: {section_help(names, parent)}" if parent else "Settings (key=value):"
         about = f"{setting_help(key, names)} ({names.kind(key)})".strip()
-        lines += _entry(f"{key}={setting_value(config, key)}", about)
-    return lines
+        yield from _entry(f"{key}={setting_value(config, key)}", about)
 
 
 def section_help(names: Vocabulary, section: str) -> str:
@@ -160,8 +133,8 @@ def _comments(section: type) -> dict[str, str]:
 
 def _entry(left: str, right: str) -> list[str]:
     """Return the lines of two columns; a left text that is too long gets its own line."""
-    width = max(_NARROW, min(_WIDE, shutil.get_terminal_size((_WIDE, 24)).columns))
-    text = textwrap.wrap(right, width - _COLUMN - 2) or [""]
+    width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns)
+    text = textwrap.wrap(right, max(40, width - _COLUMN - 2)) or [""]
     blank = " " * (_COLUMN + 2)
     if len(left) > _COLUMN - 2:
         return [f"  {left}", *(blank + line for line in text)]

@@ -1,21 +1,21 @@
-"""Names that a command line may use (settings, option groups, experiments), and suggestions.
+"""Names that a command line may use, and an error that has all of its mistakes.
 
 names = Vocabulary("rlhf", Rlhf, [CONF])
-names.suggest("learning_rate", "1e-4")      # "train.lr=1e-4"
+names.suggest("train.lrr", "1e-4")          # "train.lr=1e-4"
 names.choose("exp", "sft")                  # "+exp=sft_full or +exp=sft_qlora"
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from flows.cli.peer_names import translate
+from tasks.core.errors import ConfigError
 from tasks.core.terminal import command
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -23,13 +23,27 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 EXPERIMENTS = "exp"
 """Group of the experiments, chosen with `+exp=`; it has no default."""
 VALUE = "<value>"
-_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TYPES: Mapping[Any, str] = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list",
+    tuple: "a list",
+}  # fmt: skip
 
 
-@cache  # a command line looks up hundreds of keys
-def _hints(section: Any) -> dict[str, Any]:
-    """Return the annotations of a section; of anything else, none."""
-    return get_type_hints(section) if is_dataclass(section) else {}
+@cache
+def _types(root: Any) -> dict[str, Any]:
+    """Return the annotations of a section, of its settings and of its sections, by dotted key."""
+    types, hints = {"": root}, get_type_hints(root)
+    for name in (field.name for field in fields(root)):
+        inner = hints[name]
+        below = _types(inner) if is_dataclass(inner) else {"": inner}
+        types |= {f"{name}.{key}".rstrip("."): kind for key, kind in below.items()}
+    return types
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """Return the types that a setting may have."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return get_args(annotation) if is_union else (annotation,)
 
 
 @dataclass(frozen=True)
@@ -57,19 +71,9 @@ class Vocabulary:
         values: dict[str, Any] = asdict(self.root())
         return values
 
-    def default(self, key: str) -> Any:
-        """Return the default of a setting; None for an unknown one, or one that is computed."""
-        value: Any = self.defaults
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        return None if isinstance(value, str) and "${" in value else value
-
     def type_at(self, key: str) -> Any:
         """Return the type annotation of a dotted key; None for an unknown key."""
-        kind: Any = self.root
-        for name in key.split(".") if key else ():
-            kind = _hints(kind).get(name)
-        return kind
+        return _types(self.root).get(key)
 
     def is_section(self, key: str) -> bool:
         """Return True if the key names a section."""
@@ -77,41 +81,34 @@ class Vocabulary:
 
     def has(self, key: str) -> bool:
         """Return True for a setting, a section, and keys inside a setting that is a mapping."""
-        inside = self._options(key.rpartition(".")[0])
+        inside = _options(self.type_at(key.rpartition(".")[0]))
         if any(get_origin(option) in (dict, Mapping) for option in inside):
             return True
         return bool(key) and self.type_at(key) is not None
 
-    def _options(self, key: str) -> list[Any]:
-        """Return the types that a setting may have."""
-        kind = self.type_at(key)
-        return [kind] if get_origin(kind) is Literal else [kind, *get_args(kind)]
-
     @cached_property
     def settings(self) -> list[str]:
         """Dotted keys of all settings, in order; those in sections come last."""
-        return sorted(_below(self.root, ""), key=lambda key: "." in key)
+        keys = [key for key in _types(self.root) if not self.is_section(key)]
+        return sorted(keys, key=lambda key: "." in key)
 
     def kind(self, key: str) -> str:
         """Return a setting's type in words."""
-        kind = self.type_at(key)
-        options = [kind] if get_origin(kind) is Literal else get_args(kind) or [kind]
-        options = [option for option in options if option is not NoneType]
-        optional = ", or null" if NoneType in get_args(kind) else ""
+        options = [o for o in _options(self.type_at(key)) if o is not NoneType]
+        optional = ", or null" if len(options) < len(_options(self.type_at(key))) else ""
         if words := self.words(key):
             return f"one of {', '.join(words)}{optional}"
-        if get_origin(kind) in (list, tuple, dict) or len(options) > 1:
-            return {list: "a list", tuple: "a list", dict: "a mapping"}.get(
-                get_origin(kind), "any value"
-            )
-        if is_dataclass(kind):
-            return f"a section: {', '.join(field.name for field in fields(kind))}"
-        return f"{_TYPES.get(options[0], 'a mapping')}{optional}"
+        if is_dataclass(options[0]):
+            return f"a section: {', '.join(field.name for field in fields(options[0]))}"
+        if len(options) > 1:
+            return "any value"
+        name = get_origin(options[0]) or options[0]
+        return f"{_TYPES.get(name, 'a mapping')}{optional}"
 
     def words(self, key: str) -> list[str]:
         """Return the allowed words of a setting that has such; else an empty list."""
-        literal = next((o for o in self._options(key) if get_origin(o) is Literal), None)
-        return list(map(str, get_args(literal)))
+        options = _options(self.type_at(key))
+        return [str(w) for o in options if get_origin(o) is Literal for w in get_args(o)]
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -137,14 +134,12 @@ class Vocabulary:
         return {k: v for entry in entries for k, v in entry.items() if "hydra/" not in k}
 
     def suggest(self, name: str, value: str = VALUE) -> str:
-        """Return what to type instead of an unknown name; an empty string if nothing is similar."""
+        """Return what to type instead of an unknown name: the help if nothing is similar."""
         bare = name.lstrip("-+~").replace("-", "_").replace("/", ".")
         parent, _, leaf = bare.rpartition(".")
         if self.has(bare) and not self.is_section(bare):  # `--lr 1e-4`, `data/path=x`, `--json`
             is_flag = value == VALUE and self.type_at(bare) is bool
             return f"{bare}={'true' if is_flag else value}"
-        if known := translate(self.program, leaf, value):
-            return known
         if bare in self.groups:
             return self.choose(bare, value)
         # A setting of the same section, else of any.
@@ -152,25 +147,14 @@ class Vocabulary:
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.settings)}
         near = difflib.get_close_matches(bare, beside, n=2, cutoff=0.75)
         near = near or [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
-        return " or ".join(f"{key}={value}" for key in near)
+        section = f" {parent}" if parent and self.is_section(parent) else ""
+        return " or ".join(f"{key}={value}" for key in near) or f"{self.command} --help{section}"
 
     def choose(self, group: str, option: str) -> str:
         """Return the override that chooses an option, or the nearest ones to it."""
         options, sign = self.groups[group], "" if group in self.chosen else "+"
         near = [option] if option in options else nearest(option, options)
-        return " or ".join(f"{sign}{group}={name}" for name in near)
-
-    def option(self, word: str) -> str:
-        """Return the override for a word that is an experiment's or an option's name."""
-        groups = (group for group in reversed(self.groups) if word in self.groups[group])
-        return next((self.choose(group, word) for group in groups), "")
-
-
-def _below(kind: Any, section: str) -> Iterator[str]:
-    for name, inner in _hints(kind).items():
-        if name in kind.__dataclass_fields__:
-            key = f"{section}.{name}" if section else name
-            yield from _below(inner, key) if is_dataclass(inner) else [key]
+        return " or ".join(f"{sign}{group}={name}" for name in near or ["<name>"])
 
 
 def experiments(conf: Path) -> list[str]:
@@ -186,3 +170,81 @@ def nearest(word: str, words: Sequence[str], n: int = 3) -> list[str]:
     close = difflib.get_close_matches(word, words, n=n, cutoff=0.5)
     inside = [w for w in words if word and word in w]
     return list(dict.fromkeys([*begun, *close, *inside]))[:n]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: what is wrong and where, what to type, and the word that has it, if any."""
+
+    message: str
+    hint: str = ""
+    word: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message}{f' -> {self.hint}' if self.hint else ''}"
+
+
+def config_error(problems: Sequence[Problem]) -> ConfigError:
+    """Return one error for all problems."""
+    if len(problems) == 1:
+        return ConfigError(problems[0].message, hint=problems[0].hint)
+    return ConfigError(f"{len(problems)} settings are wrong", details=[str(p) for p in problems])
+
+
+def no_setting(word: str, names: Vocabulary, value: str = "") -> Problem:
+    """Return the problem of a word that is not written `key=value`; `value` is the word after."""
+    key, _, own = word.partition("=")
+    options = [group for group in names.groups if word in names.groups[group]]
+    hint = names.choose(options[-1], word) if options else names.suggest(key, own or value or VALUE)
+    return Problem(f"{word}: settings are written key=value", hint, word)
+
+
+def unknown_key(key: str, names: Vocabulary, word: str) -> Problem:
+    """Return the problem of a key that the program does not have, in a word or in a file."""
+    hint = names.suggest(key, word.partition("=")[2] or VALUE)
+    return Problem(f"{key} is not a setting ({word or 'in a file'})", hint, word)
+
+
+def wrong_values(errors: Sequence[Any], words: Sequence[str], names: Vocabulary) -> list[Problem]:
+    """Return a problem for each key with a value that pydantic refuses.
+
+    Args:
+        errors: as of pydantic's `ValidationError.errors`.
+        words: of the command line; other values come from files.
+    """
+    problems: dict[str, Problem] = {}
+    for error in errors:
+        # A union's location goes on with the names of its types.
+        path = [str(part) for part in error["loc"]]
+        unknown = error["type"] == "unexpected_keyword_argument"
+        while not unknown and path and not names.has(".".join(path)):
+            path.pop()
+        key = ".".join(path)
+        word = next((w for w in reversed(words) if w.lstrip("+").startswith(f"{key}=")), "")
+        if unknown:
+            problems[key] = unknown_key(key, names, word)
+            continue
+        near = "".join(nearest(str(error["input"]), names.words(key), n=1))
+        message = f"{key}: {written(error['input'])!r} is not allowed ({word or 'in a file'})"
+        if not near:
+            message += f": {error['msg']}"
+        problems[key] = Problem(message, f"{key}={near or _default(key, names)}", word)
+    return list(problems.values())
+
+
+def _default(key: str, names: Vocabulary) -> str:
+    """Return the default of a setting as it is typed."""
+    value: Any = names.defaults
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) and name in value else None
+    computed = value is None or isinstance(value, dict) or "${" in str(value)
+    return VALUE if computed else written(value)
+
+
+def written(value: Any) -> str:
+    """Return a value as it is typed on a command line."""
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(written, value))}]"
+    return str(value) if value != "" else "''"

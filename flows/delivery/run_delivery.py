@@ -23,7 +23,6 @@ from flows.cli.composed import Composed
 from flows.cli.config import compose_config
 from flows.cli.entry import run_main
 from flows.cli.outcome import completed, exit_status
-from flows.cli.signals import exit_on_signals
 from flows.delivery.planned import Delivery, prepare_delivery
 from flows.delivery.stages import DeliveryStages
 from flows.orchestration.flow_run import (
@@ -50,8 +49,7 @@ from tasks.process.child import PROJECT
 
 def main() -> int:
     """Run the command of this process. Returns the exit status."""
-    with exit_on_signals():
-        return run_main("deliver", _job)
+    return run_main("deliver", _job)
 
 
 def _job(composed: Composed, overrides: list[str]) -> int:

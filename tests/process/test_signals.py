@@ -9,7 +9,7 @@ from tests.process.conftest import Script
 
 PROGRAM = """
 import sys, time
-from flows.cli.signals import exit_on_signals
+from flows.cli.start import exit_on_signals
 with exit_on_signals():
     try:
         print("ready", flush=True)

@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup setup-quantize setup-lm-eval setup-smollm2 setup-dev demo demo-real test test-all test-gpu test-gpus check docs \
-  format bench-weights bench-training bench-rl bench-gpu lock up deploy down status backup
+  format bench-weights bench-training bench-rl bench-gpu lock up deploy down status
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -92,6 +92,3 @@ down: setup  ## stop what `make up` started
 
 status: setup  ## what runs, and where
 	@$(PY) -m infra.servers.services status
-
-backup: setup  ## copy PLUMBLINE_RUNS to TO=<folder> while the servers work
-	@infra/servers/backup.sh "$${PLUMBLINE_RUNS:-runs}" "$(TO)"

@@ -26,8 +26,7 @@ from contextlib import suppress
 
 from flows.cli.composed import Composed
 from flows.cli.output import no_folder
-from flows.servers.api import Api
-from flows.servers.services import LOOPBACK, record_of, running_server, runs_page, services_of
+from flows.servers.services import LOOPBACK, mlflow_of, record_of, running_server, services_of
 from tasks.core.errors import ConfigError
 from tasks.core.finding import preflight
 from tasks.core.terminal import to_stderr
@@ -79,8 +78,7 @@ def _pages(runs: Path) -> Iterator[tuple[str, str]]:
         yield from (("last run", url) for url in list(summary["pages"].values())[:1])
     if (report := runs / "latest" / "report.html").is_file():
         yield "report", report.resolve().as_uri()
-    home = services_of(runs)
-    if (prefect := record_of("prefect", home)) is not None:
+    if (prefect := record_of("prefect", services_of(runs))) is not None:
         yield "Prefect", f"http://{LOOPBACK}:{prefect.port}/runs"
-    if (mlflow := record_of("mlflow", home)) is not None:
-        yield "MLflow", runs_page(Api(f"http://{LOOPBACK}:{mlflow.port}"))
+    if mlflow := mlflow_of(runs):
+        yield "MLflow", mlflow

@@ -22,9 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
-from flows.servers.api import Api
-from flows.servers.records import settle
-from flows.servers.services import AUTH, URL, running_server
+from flows.servers.services import AUTH, URL, Api, running_server
 from tasks.core.errors import PlumblineError
 from tasks.process.child import PROJECT, Child
 
@@ -33,6 +31,7 @@ START_S = 300.0
 SETTLE_S = 10.0
 POLL_S = 0.15
 GRACE_S = 3.0
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 log = logging.getLogger(__name__)
 
@@ -149,9 +148,30 @@ def _wait_for_records(api: Api, since: str) -> None:
     try:
         if api.answers():
             EventsWorker.drain_all(timeout=SETTLE_S)
-        complete = settle(api, since, SETTLE_S)
+        complete = _settle(api, since)
     except PlumblineError as error:  # the result of the flow matters more than its records
         log.warning("the embedded Prefect server does not answer any more: %s", error)
         return
     if not complete:
         log.warning("Prefect has not recorded all task runs within %g s", SETTLE_S)
+
+
+def _settle(api: Api, since: str) -> bool:
+    """Wait until the server has recorded all task runs of the flow runs that ended since a time.
+
+    Task run states are sent as events, which the server writes a moment later than the state of the
+    flow run. They count as recorded once all of them are final and two requests in a row return the
+    same states. Returns True if everything was recorded in time.
+    """
+    deadline = time.monotonic() + SETTLE_S
+    ended = {"start_time": {"after_": since}, "state": {"type": {"any_": sorted(FINAL)}}}
+    ids = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": ended})]
+    before: dict[str, str] | None = None
+    while ids and time.monotonic() < deadline:
+        runs = api.post("/task_runs/filter", {"flow_runs": {"id": {"any_": ids}}, "limit": 200})
+        states = {run["id"]: run["state_type"] for run in runs}
+        if states == before and set(states.values()) <= FINAL:
+            return True
+        before = states
+        time.sleep(POLL_S)
+    return not ids

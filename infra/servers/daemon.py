@@ -1,7 +1,7 @@
 """Start background processes that outlive their command, and find and stop them later.
 
-A daemon has a file `<home>/<name>.json` with its process id and start time. The pair identifies the
-process even if another one gets the same id later, so `stop` never ends a foreign process.
+A daemon has a file `<home>/<name>.json` with its process id and start time, so `stop` never ends a
+foreign process that has got the same id later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.servers.services import LOOPBACK, Record, record_of, record_path
+from flows.servers.services import LOOPBACK, Record, record_of
 from tasks.core.errors import BusyError, PlumblineError
 
 TAIL_LINES = 15
@@ -38,14 +38,13 @@ def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
     """Start a daemon if it does not run, without waiting until it is ready. Raises BusyError."""
     if (record := record_of(daemon.name, home)) is not None:
         return record
-    if daemon.port is not None and not port_is_free(daemon.port):
-        raise BusyError(
-            f"port {daemon.port} for {daemon.name} is taken",
-            hint="stop the process that listens there, or take another port: "
-            f"make up {daemon.name.upper()}_PORT={daemon.port + 1}",
-        )
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with log_path(daemon.name, home).open("ab") as log:
+    if daemon.port is not None:
+        try:
+            socket.create_server((LOOPBACK, daemon.port)).close()
+        except OSError as error:
+            hint = f"make up {daemon.name.upper()}_PORT={daemon.port + 1}"
+            raise BusyError(f"port {daemon.port} for {daemon.name}: {error}", hint=hint) from error
+    with (home / f"{daemon.name}.log").open("ab") as log:
         child = subprocess.Popen(
             list(daemon.argv),
             cwd=cwd,
@@ -56,7 +55,7 @@ def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
             start_new_session=True,
         )
     record = Record(child.pid, psutil.Process(child.pid).create_time(), daemon.port)
-    record_path(daemon.name, home).write_text(json.dumps(asdict(record)) + "\n")
+    (home / f"{daemon.name}.json").write_text(json.dumps(asdict(record)) + "\n")
     return record
 
 
@@ -66,7 +65,7 @@ def wait_ready(daemon: Daemon, home: Path) -> None:
     while not daemon.ready():
         if record_of(daemon.name, home) is None or time.monotonic() > deadline:
             stop(daemon.name, home)
-            log = log_path(daemon.name, home)
+            log = home / f"{daemon.name}.log"
             raise PlumblineError(
                 f"{daemon.name} did not start, see {log}",
                 details=log.read_text(errors="replace").splitlines()[-TAIL_LINES:],
@@ -90,21 +89,5 @@ def stop(name: str, home: Path, *, grace_s: float = 15.0) -> bool:
                     getattr(member, send)()
             if not psutil.wait_procs(family, timeout=grace_s)[1]:
                 break
-    record_path(name, home).unlink(missing_ok=True)
+    (home / f"{name}.json").unlink(missing_ok=True)
     return process is not None
-
-
-def port_is_free(port: int) -> bool:
-    """Return True if no process listens on this loopback port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
-    return True
-
-
-def log_path(name: str, home: Path) -> Path:
-    """Return the log file of a daemon; all runs append to it."""
-    return home / f"{name}.log"

@@ -3,9 +3,8 @@
     python -m infra.servers.services up|deploy|down|status
 
 Records, logs and the login are in `<runs>/services`. Environment variables: PLUMBLINE_RUNS (default
-runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000), and the databases of both servers
-(default SQLite under the folder of runs): PREFECT_API_DATABASE_CONNECTION_URL,
-MLFLOW_BACKEND_STORE_URI. Each database is passed to its own server and to no other process.
+runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000). The databases are SQLite under the
+folder of runs; Prefect's own variable PREFECT_API_DATABASE_CONNECTION_URL names another one.
 """
 
 from __future__ import annotations
@@ -22,21 +21,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from flows.cli.bootstrap import bootstrap
-from flows.servers.api import Api
-from flows.servers.records import bury_the_dead
 from flows.servers.services import (
     AUTH,
     CLIENT_SETTINGS,
     LOOPBACK,
-    TRACKING,
     URL,
+    Api,
     client_settings,
     record_of,
-    runs_page,
     services_of,
-    write_client_settings,
 )
 from infra.servers.daemon import Daemon, start, stop, wait_ready
 from tasks.core.errors import BusyError, PlumblineError
@@ -48,10 +44,6 @@ PROJECT = Path(__file__).resolve().parents[2]
 NAMES = ("prefect", "mlflow", "worker")
 PORTS = {"prefect": 4200, "mlflow": 5000}
 POOL = "plumbline"
-PREFECT_DATABASE, MLFLOW_DATABASE = (
-    "PREFECT_API_DATABASE_CONNECTION_URL",
-    "MLFLOW_BACKEND_STORE_URI",
-)
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 # Grace period: a worker with a running flow ends only after the flow, which then gets SIGTERM.
 STOP_S = 12.0
@@ -87,9 +79,7 @@ class Services:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of Prefect's clients: that of this process and our server."""
-        databases = (PREFECT_DATABASE, MLFLOW_DATABASE)
-        inherited = {name: value for name, value in os.environ.items() if name not in databases}
-        return inherited | {
+        return os.environ | {
             "PLUMBLINE_PROJECT": str(PROJECT),
             "PLUMBLINE_RUNS": str(self.runs),
             URL: self.prefect.url,
@@ -99,49 +89,42 @@ class Services:
 
     def daemons(self) -> tuple[Daemon, Daemon, Daemon]:
         """Return the three processes, in the order in which they start."""
-        return self._prefect(), self._mlflow(), self._worker()
-
-    def _prefect(self) -> Daemon:
-        port = self.prefect_port
-        server = {
+        environment, store = self.environment(), self.runs / "mlflow"
+        pages = {
+            port: [f"{host}:{port}" for host in (LOOPBACK, "localhost")]
+            for port in (self.prefect_port, self.mlflow_port)
+        }
+        origins = {port: ",".join(f"http://{h}" for h in hosts) for port, hosts in pages.items()}
+        prefect = environment | {
             "PREFECT_SERVER_API_AUTH_STRING": self.auth,
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
-            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(
-                f"http://{host}:{port}" for host in (LOOPBACK, "localhost")
-            ),
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins[self.prefect_port],
             "PREFECT_UI_API_URL": self.prefect.url,  # otherwise the pages use port 4200
             # On disk, so that a slot of a killed run is freed after a restart of the server, too.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
         }
-        if PREFECT_DATABASE in os.environ:
-            server[PREFECT_DATABASE] = os.environ[PREFECT_DATABASE]
-        argv = [tool("prefect"), "server", "start", "--host", LOOPBACK, "--port", str(port)]
-        env = self.environment() | server
-        return Daemon("prefect", argv, env, self.prefect.answers, port=port)
-
-    def _mlflow(self) -> Daemon:
-        store, port = self.runs / "mlflow", self.mlflow_port
-        # The database of runs without a server (flows/cli/composed.py): all share a history.
-        database = os.environ.get(MLFLOW_DATABASE) or f"sqlite:///{store / 'mlflow.db'}"
-        hosts = [f"{LOOPBACK}:{port}", f"localhost:{port}"]
-        argv = [tool("mlflow"), "server", "--host", LOOPBACK, "--port", str(port)]
-        argv += ["--workers", "1", "--artifacts-destination", str(store / "artifacts")]
-        argv += ["--allowed-hosts", ",".join(hosts)]
-        argv += ["--cors-allowed-origins", ",".join(f"http://{host}" for host in hosts)]
         # Jobs are for GenAI scorers, which need nine more processes and 1.4 GB.
-        # A URL with a password does not belong into a command line.
-        server = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", MLFLOW_DATABASE: database}
-        env = self.environment() | server
-        return Daemon("mlflow", argv, env, self.mlflow.answers, port=port)
-
-    def _worker(self) -> Daemon:
-        argv = [tool("prefect"), "worker", "start", "--pool", POOL, "--type", "process"]
-        env = self._tracking() | self.environment()
-        return Daemon("worker", [*argv, "--limit", "1"], env, self.worker_is_online)
-
-    def _tracking(self) -> dict[str, str]:
-        """Return the setting that sends runs to MLflow's server, unless SQLite has its records."""
-        return {TRACKING: self.mlflow.url} if os.environ.get(MLFLOW_DATABASE) else {}
+        mlflow = environment | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        prefect_place = ("--host", LOOPBACK, "--port", str(self.prefect_port))
+        mlflow_words = {
+            "--host": LOOPBACK,
+            "--port": str(self.mlflow_port),
+            "--workers": "1",
+            # The database of runs without a server (flows/cli/composed.py): all share a history.
+            "--backend-store-uri": f"sqlite:///{store / 'mlflow.db'}",
+            "--artifacts-destination": str(store / "artifacts"),
+            "--allowed-hosts": ",".join(pages[self.mlflow_port]),
+            "--cors-allowed-origins": origins[self.mlflow_port],
+        }
+        worker = ("worker", "start", "--pool", POOL, "--type", "process", "--limit", "1")
+        words = [word for pair in mlflow_words.items() for word in pair]
+        return (
+            Daemon("prefect", [tool("prefect"), "server", "start", *prefect_place], prefect,
+                   self.prefect.answers, self.prefect_port),
+            Daemon("mlflow", [tool("mlflow"), "server", *words], mlflow,
+                   self.mlflow.answers, self.mlflow_port),
+            Daemon("worker", [tool("prefect"), *worker], environment, self.worker_is_online),
+        )  # fmt: skip
 
     def worker_is_online(self) -> bool:
         """Return True if the worker polls the pool; workers of an earlier `up` do not count."""
@@ -165,9 +148,13 @@ class Services:
     def _start(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
         self.home.chmod(0o700)
+        (self.runs / "mlflow").mkdir(exist_ok=True)
         # The login's string is made once for a folder of runs.
         auth = self.auth or f"plumbline:{secrets.token_urlsafe(32)}"
-        write_client_settings(self.home, {URL: self.prefect.url, AUTH: auth, **self._tracking()})
+        settings = {URL: self.prefect.url, AUTH: auth}
+        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in settings.items()]
+        note = "# A login: who can read this file can run commands as its owner.\n"
+        (self.home / CLIENT_SETTINGS).write_text(note + "".join(lines))
         *servers, worker = self.daemons()
         for daemon in servers:  # at the same time, since both import for seconds
             start(daemon, self.home, PROJECT)
@@ -237,18 +224,34 @@ class Services:
 
     def status(self) -> list[str]:
         """Return one line for each service, and their pages if they run."""
-        places = {"prefect": self.prefect.url, "mlflow": self.mlflow.url, "worker": f"pool {POOL}"}
-        lines, running = [], 0
-        for name in NAMES:
-            record = record_of(name, self.home)
-            running += record is not None
-            where = f"runs, pid {record.pid}  {places[name]}" if record else "is not running"
-            lines.append(f"{name:8} {where}")
-        if running == len(NAMES):
+        records = {name: record_of(name, self.home) for name in NAMES}
+        lines = [
+            f"{name:8} {f'runs, pid {record.pid}' if record else 'is not running'}"
+            for name, record in records.items()
+        ]
+        if all(records.values()):
             page = self.prefect.url.replace("/api", "/runs")
             lines.append(f"login    {AUTH} in {self.home / CLIENT_SETTINGS}")
-            lines.append(f"pages    {page}  {runs_page(self.mlflow)}")
+            lines.append(f"pages    {page}  {self.mlflow.url}")
         return lines
+
+
+def bury_the_dead(api: Api, *, of_deployments: bool = False) -> int:
+    """Mark unfinished runs as crashed: their process is gone (`kill -9`, power cut).
+
+    Call it only while no other process can have such a flow run on this server. Returns the number
+    of flow runs.
+    """
+    unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
+    crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}
+    started = {**unfinished, "deployment_id": {"is_null_": False}} if of_deployments else unfinished
+    dead = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": started})]
+    tasks: dict[str, Any] = {"task_runs": unfinished, "flow_runs": {"id": {"any_": dead}}}
+    dead_tasks = [run["id"] for run in api.post("/task_runs/filter", tasks)]
+    for kind, ids in (("flow_runs", dead), ("task_runs", dead_tasks)):
+        for each in ids:
+            api.post(f"/{kind}/{each}/set_state", {"state": crashed, "force": True})
+    return len(dead)
 
 
 def tool(name: str) -> str:
@@ -269,11 +272,7 @@ def _port(name: str, runs: Path) -> int:
     record = record_of(name, services_of(runs))
     if record and record.port:
         return record.port
-    variable = f"{name.upper()}_PORT"
-    text = os.environ.get(variable) or str(PORTS[name])
-    if not text.isdecimal():
-        raise PlumblineError(f"{variable}={text} is not a port", hint=f"{variable}={PORTS[name]}")
-    return int(text)
+    return int(os.environ.get(f"{name.upper()}_PORT") or PORTS[name])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -283,8 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = parser.parse_args(argv).command
     stay_private()
     try:
-        for line in getattr(services_of_environment(), command)() or ():
-            print(line)
+        print("\n".join(getattr(services_of_environment(), command)()))
     except PlumblineError as error:
         print(error.report(), file=sys.stderr)
         return error.exit_code

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.servers.api import Api, RefusedError
+from flows.servers.services import Api, RefusedError
 from tests.process.conftest import Script, alive, pids, until
 
 FLOW = """

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.servers.api import Api
-from flows.servers.services import client_settings
+from flows.servers.services import Api, client_settings
 from tests.infra.servers.site import Site
 
 pytestmark = pytest.mark.slow

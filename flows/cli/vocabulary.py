@@ -34,8 +34,7 @@ def _types(root: Any) -> dict[str, Any]:
     """Return the annotations of a section, of its settings and of its sections, by dotted key."""
     types, hints = {"": root}, get_type_hints(root)
     for name in (field.name for field in fields(root)):
-        inner = hints[name]
-        below = _types(inner) if is_dataclass(inner) else {"": inner}
+        below = _types(hints[name]) if is_dataclass(hints[name]) else {"": hints[name]}
         types |= {f"{name}.{key}".rstrip("."): kind for key, kind in below.items()}
     return types
 

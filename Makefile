@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 # Three at a time on two cores, since many tests wait; which stay together, tests/conftest.py says.
 WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-quantize setup-lm-eval setup-smollm2 setup-dev demo demo-real test test-all test-gpu test-gpus check docs \
+.PHONY: help setup setup-lm-eval setup-smollm2 setup-dev demo demo-real test test-all test-gpu test-gpus check docs \
   format bench-weights bench-training bench-rl bench-gpu lock up deploy down status
 
 help:  ## this list
@@ -18,9 +18,6 @@ help:  ## this list
 
 setup:  ## the environment, from the lock (PROFILE=cpu|cuda)
 	@infra/setup.sh
-
-setup-quantize:  ## the environment, and one beside it that quantises to 4 bits (convert.quantize)
-	@infra/setup.sh quantize
 
 setup-lm-eval:  ## the environment, and lm-evaluation-harness (eval.lm_eval)
 	@infra/setup.sh lm-eval
@@ -41,7 +38,7 @@ test: setup-dev  ## the default suite (ARGS: pytest arguments)
 	@TIMEFORMAT='make test: %0R s, of CPU %0U s and %0S s in the kernel'; \
 	  time $(PY) -m pytest $(WORKERS) $(ARGS)
 
-test-all: setup-dev setup-quantize setup-smollm2  ## the default suite, and what is marked slow or peers
+test-all: setup-dev setup-smollm2  ## the default suite, and what is marked slow or peers
 	@TIMEFORMAT='make test-all: %0R s, of CPU %0U s and %0S s in the kernel'; \
 	  time $(PY) -m pytest $(WORKERS) -m '' $(ARGS)
 

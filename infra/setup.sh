@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Create the environment: `infra/setup.sh` for running, `infra/setup.sh quantize` to quantise models
-# to 4 bits, `infra/setup.sh lm-eval` to evaluate them with lm-evaluation-harness, `infra/setup.sh smollm2` with the real model of the demo (93 MB),
+# Create the environment: `infra/setup.sh` for running, `infra/setup.sh lm-eval` to evaluate models
+# with lm-evaluation-harness, `infra/setup.sh smollm2` with the real model of the demo (93 MB),
 # `infra/setup.sh dev` with the test tools,
 # `infra/setup.sh tools` for uv alone, in .cache/tools.
 #
@@ -146,16 +146,6 @@ compile_all() { "$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" || true; }
 # Setuptools warns about every editable installation.
 install_project() { PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable .; }
 
-# llm-compressor needs other versions of a few packages, so it gets an environment of its own, which
-# reads all others from $VENV.
-install_quantize() {
-    local above=$VENV-quantize below='import sysconfig; print(sysconfig.get_path("purelib"))'
-    "$VENV/bin/python" -m venv --without-pip --clear "$above"
-    "$VENV/bin/python" -c "$below" >"$("$above/bin/python" -c "$below")/below.pth"
-    "$VENV/bin/python" -m pip --python "$above/bin/python" install -qq --no-deps --require-hashes \
-        -r requirements/quantize.lock
-}
-
 if [[ ${1:-} == tools ]]; then
     install_uv "$(find_python)"
     exit
@@ -174,12 +164,11 @@ step "$PROFILE" "requirements/$PROFILE.lock" -- locked "requirements/$PROFILE.lo
 step project pyproject.toml -- install_project
 case ${1:-} in
     "") extras=() ;;
-    quantize | lm-eval | smollm2) extras=("$1") ;;
+    lm-eval | smollm2) extras=("$1") ;;
     dev) extras=(dev) ;;
-    *) fail "unknown argument $1: nothing, quantize, lm-eval, smollm2, dev or tools" ;;
+    *) fail "unknown argument $1: nothing, lm-eval, smollm2, dev or tools" ;;
 esac
 for name in "${extras[@]}"; do
-    [[ $name == quantize ]] && step quantize requirements/quantize.lock -- install_quantize && continue
     step "$name" "requirements/$name.lock" -- locked "requirements/$name.lock"
 done
 mapfile -t made < <(find "$STAMPS" -type f ! -name bytecode | sort)

@@ -30,13 +30,6 @@ lock() {
             args=(--extra "$name" --constraint requirements/cpu.lock --override requirements/overrides-dev.txt)
             mapfile -t -O 6 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' requirements/cpu.lock)
             ;;
-        quantize) # only what the profiles lack or have in another version
-            sources=(requirements/quantize.in)
-            sed -nE '/^(transformers|compressed-tensors|huggingface-hub)==/!s/^([^ #=]+==[^ ]+).*/\1/p' \
-                requirements/cpu.lock >.cache/below.txt
-            args=(--constraint .cache/below.txt --override requirements/overrides-quantize.txt)
-            mapfile -t -O 4 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' .cache/below.txt)
-            ;;
         torch)
             sources=(requirements/torch.in)
             args=(--no-deps --index-url "$(sed -n 's/^TORCH_CPU_INDEX=//p' infra/setup.sh)")
@@ -55,5 +48,5 @@ lock() {
 
 infra/setup.sh tools
 names=("$@")
-((${#names[@]})) || names=(cpu cuda server gate smollm2 lm-eval quantize dev build tools torch)
+((${#names[@]})) || names=(cpu cuda server gate smollm2 lm-eval dev build tools torch)
 for name in "${names[@]}"; do lock "$name"; done

@@ -31,9 +31,9 @@ from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
-from tasks.weights.files.reader import WEIGHTS, read_checkpoint
+from tasks.weights.files.reader import WEIGHTS, files_of, read_checkpoint
 from tasks.weights.files.side_files import copy_side_file
-from tasks.weights.files.source import Source
+from tasks.weights.files.tensors import Sources, tensor_of
 from tasks.weights.head_plans import reward_config
 from tasks.weights.heads import Normalisation
 from tasks.weights.model import Model, model_facts
@@ -90,7 +90,7 @@ def convert(
     )
     source = read_checkpoint(weights)
     plan = with_output(
-        as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=source.files
+        as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=files_of(source)
     )
     return write_served(
         out,
@@ -116,7 +116,7 @@ def convert(
 def write_served(
     out: Path,
     plan: Plan,
-    sources: Mapping[str, Source],
+    sources: Sources,
     *,
     weights: Path,  # folder of the input, whose fingerprint is the output's if no byte changes
     facts: Model,
@@ -133,7 +133,7 @@ def write_served(
     for path in tokenizer:
         copy_side_file(path, out / path.name)
     write_configs(out, serving)
-    same = all(sources[op.input].checksum(op.key) == done.checksums[op.name] for op in plan.ops)
+    same = all(tensor_of(op.source, sources).hash == done.checksums[op.name] for op in plan.ops)
     checks = _tensor_checks(plan, done, facts) if judged else values_read(plan, done)
     return stage_report(
         "served",

@@ -35,7 +35,7 @@ from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import rename_all
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint
-from tasks.weights.files.source import Renamed, Source
+from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.gather import plan_full
 from tasks.weights.head_plans import reward_base
 from tasks.weights.lora import adapter_contract
@@ -83,8 +83,8 @@ def gather(
     parts = read_partitions(trained)
     is_adapter = parts.mode == "adapter"
     keys = rename_all(parts.tensors, adapter=is_adapter)
-    renamed = Renamed(parts, {key: name for name, key in keys.items()})
-    sources: dict[str, Source] = {TRAINED: renamed}
+    renamed = {key: parts.tensors[name] for name, key in keys.items()}
+    sources: dict[str, Tensors] = {TRAINED: renamed}
     if is_adapter:
         plan = as_is(renamed, TRAINED)
         # The adapter of a reward model has the head that its base does not have.
@@ -92,12 +92,12 @@ def gather(
         expected = perform(adapter_contract, model_of, trained / ADAPTER_CONFIG, parts.dtype)
     else:
         before = read_checkpoint(base)
-        tensors: Mapping[str, TensorLike] = before.tensors
+        tensors: Mapping[str, TensorLike] = before
         if source.is_reward:
             tensors, _, facts = reward_base(before, source.config, source.dtype, perform)
         else:
             facts = perform(model_facts, base, source.dtype)
-        plan = plan_full(renamed.tensors, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
+        plan = plan_full(renamed, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
         expected = list(facts.tensors)
         if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
             sources[BASE] = before
@@ -181,7 +181,7 @@ class Live(Measuring):
 def write_gathered(
     out: Path,
     plan: Plan,
-    sources: Mapping[str, Source],
+    sources: Sources,
     *,
     adapter_config: Path | None,  # PEFT's configuration of the adapter; None for a full model
     log: Log,

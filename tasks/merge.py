@@ -33,8 +33,8 @@ from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
-from tasks.weights.files.reader import WEIGHTS, read_checkpoint
-from tasks.weights.files.source import Source
+from tasks.weights.files.reader import WEIGHTS, files_of, read_checkpoint
+from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.head_plans import Parted, merged_reward
 from tasks.weights.heads import Normalisation
 from tasks.weights.lora import Adapter, changes, read_adapter, require_values
@@ -197,15 +197,15 @@ def plan_adapters(
         require_values(read)
     else:
         total = changes(adapters, facts)
-        headers = {f"{a.name}:{key}": info for a in read for key, info in a.tensors.tensors.items()}
-        plan = plan_merge(opened.tensors, facts, total, headers, settings)
+        headers = {f"{a.name}:{key}": info for a in read for key, info in a.tensors.items()}
+        plan = plan_merge(opened, facts, total, headers, settings)
         require_values(read, total.copies)
         sources = {BASE: opened, **{adapter.name: adapter.tensors for adapter in read}}
         planned = Parted(plan, sources, merged_config(config, plan), facts)
     return replace(planned, plan=in_files(planned.plan, opened, max_shard_bytes))
 
 
-def in_files(plan: Plan, source: Source, max_shard_bytes: int, dtype: str | None = None) -> Plan:
+def in_files(plan: Plan, source: Tensors, max_shard_bytes: int, dtype: str | None = None) -> Plan:
     """Return the plan with the files of its input, if they fit, and packed matrices decoded.
 
     Args:
@@ -213,14 +213,14 @@ def in_files(plan: Plan, source: Source, max_shard_bytes: int, dtype: str | None
         dtype: safetensors name for all floats; None keeps those of the plan.
     """
     plan = decoding(plan, {BASE: source, WEIGHTS: source})
-    files = getattr(source, "files", {})
+    files = files_of(source)
     return with_output(plan, dtype=dtype, max_shard_bytes=max_shard_bytes, files=files)
 
 
 def write_merged(
     out: Path,
     plan: Plan,
-    sources: Mapping[str, Source],
+    sources: Sources,
     *,
     log: Log,
     notes: Mapping[str, Any] | None = None,

@@ -7,11 +7,9 @@ that a refusal names the layer that lost most. `smoke_eval` then serves both fol
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from tasks.evaluation.calibration import (
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import CONFIG, dtype_of, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.pipeline.artifact import MANIFEST, inventory
+from tasks.pipeline.artifact import MANIFEST
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
@@ -38,13 +36,12 @@ from tasks.weights.execute.outcome import values_read
 from tasks.weights.execute.worker import write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.reader import WEIGHTS, Checkpoint, read_checkpoint
-from tasks.weights.model import Model, model_facts
+from tasks.weights.files.reader import WEIGHTS, read_checkpoint
+from tasks.weights.files.tensors import size_of
+from tasks.weights.model import model_facts
 from tasks.weights.plan import as_is
-from tasks.weights.quantized import gptq
 from tasks.weights.quantized.quantize import (
     GGUF,
-    SCHEMES,
     left_alone,
     library_config,
     quantized_contract,
@@ -53,8 +50,6 @@ from tasks.weights.quantized.quantize import (
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
-ENVIRONMENT = Path(f"{sys.prefix}-quantize", "bin", "python")
-"""Interpreter of the environment of `make setup-quantize`."""
 CONVERTED = ("f16", "bf16", "q8_0")
 """Types of GGUF that llama.cpp's converter writes; its quantiser makes all others from bf16."""
 _SHOWN = 10
@@ -69,7 +64,6 @@ def quantize(
     scheme: str,
     max_shard_size: str | int,
     rows: int,
-    group: int,
     profile: DriftLimit,
     scorer: ReferenceScorer,
     log: Log,
@@ -80,19 +74,18 @@ def quantize(
 ) -> StageReport:
     """Write the quantised version of a served folder, and measure what it loses.
 
-    `scheme` is `convert.quantize`, `group` the numbers of a row that share a scale in 4 bits.
-    Without `data` the fingerprint's probes take the place of its rows, training and held-out.
-    `llama_cpp` is the folder of llama.cpp, None for its programs on PATH. Notes of the report name
-    the rows, and the layers that lost most. Raises ContractError if this model cannot be quantised
-    in this way, DataError for rows that cannot be read, StageProcessError if llm-compressor or
-    llama.cpp failed.
+    `scheme` is `convert.quantize`. Without `data` the fingerprint's probes take the place of its
+    rows, training and held-out. `llama_cpp` is the folder of llama.cpp, None for its programs on
+    PATH. Notes of the report name the rows, and the layers that lost most. Raises ContractError if
+    this model cannot be quantised in this way, DataError for rows that cannot be read,
+    StageProcessError if llama.cpp failed.
     """
     tokens = row_tokens(scorer, served, data, TRAINING_ROWS, rows, reference=reference)
     if scheme.startswith(GGUF):
         made = by_llama_cpp(out, served, scheme.removeprefix(GGUF), llama_cpp, log, log_path)
     else:
         limit = parse_size(max_shard_size)
-        made = _compressed(out, served, scheme, tokens, limit, group, scorer, log, log_path)
+        made = _compressed(out, served, scheme, limit, scorer)
     source = "probes of the fingerprint" if data is None else f"data: {TRAINING_ROWS}"
     calibration = {"source": source, "rows": len(tokens)}
     notes = {"scheme": scheme, "calibration": calibration, **made.notes}
@@ -133,34 +126,25 @@ class _Made:
     notes: dict[str, Any]
 
 
-def _compressed(
-    out: Path, served: Path, scheme: str, tokens: Sequence[Sequence[int]], limit: int, group: int,
-    scorer: ReferenceScorer, log: Log, log_path: Path,
-) -> _Made:  # fmt: skip
+def _compressed(out: Path, served: Path, scheme: str, limit: int, scorer: ReferenceScorer) -> _Made:
     """Write the model in the format of compressed-tensors, and check every tensor."""
     source = read_checkpoint(served)
-    disk = {name: tuple(info.shape) for name, info in source.tensors.items()}
+    disk = {name: tuple(info.shape) for name, info in source.items()}
     facts = scorer.perform(model_facts, served, dtype_of(served), disk)
     ignore = left_alone(facts)
-    if scheme in SCHEMES:
-        plan = replace(as_is(source), max_shard_bytes=limit)
-        plan = quantized_plan(plan, facts, scheme)
-        done = scorer.perform(write, plan, {WEIGHTS: source}, out)
-        config = scorer.perform(library_config, scheme, ignore)
-        values = values_read(plan, done)
-    else:
-        job = {"model": str(served), "dtype": dtype_of(served), "rows": tokens, "ignore": ignore}
-        config = _by_gptq(out, {**job, "shard": limit, "group": group}, log, log_path)
-        values = list(_untouched(out, source, facts))
+    plan = quantized_plan(replace(as_is(source), max_shard_bytes=limit), facts, scheme)
+    done = scorer.perform(write, plan, {WEIGHTS: source}, out)
+    config = scorer.perform(library_config, scheme, ignore)
     _copy_other_files(served, out)
     write_json(out / CONFIG, {**read_json(served / CONFIG), "quantization_config": config})
     made = read_checkpoint(out)
-    named = {name: info for name, info in made.tensors.items() if name not in facts.tied}
-    checks = [*judge(quantized_contract(facts, scheme, group=group), named)]
-    checks += [check for check in values if not check.ok]
+    named = {name: info for name, info in made.items() if name not in facts.tied}
+    checks = judge(quantized_contract(facts, scheme), named)
+    checks += [check for check in values_read(plan, done) if not check.ok]
+    nbytes = size_of(made)
     metrics = {
-        "size_ratio": made.nbytes / source.nbytes,
-        "bytes": float(made.nbytes),
+        "size_ratio": nbytes / size_of(source),
+        "bytes": float(nbytes),
         "tensors": float(len(named)),
     }
     return _Made(checks, metrics, {"left_alone": ignore})
@@ -196,44 +180,8 @@ def by_llama_cpp(
     _copy_other_files(served, out)
     write_json(out / CONFIG, read_json(served / CONFIG))
     size = file.stat().st_size
-    ratio = size / read_checkpoint(served).nbytes
+    ratio = size / size_of(read_checkpoint(served))
     return _Made((), {"size_ratio": ratio, "bytes": float(size)}, {"file": file.name})
-
-
-def _by_gptq(out: Path, job: dict[str, Any], log: Log, log_path: Path) -> dict[str, Any]:
-    """Run llm-compressor in its own environment; move the weights it wrote into `out`.
-
-    Returns `quantization_config` for config.json.
-    """
-    with tempfile.TemporaryDirectory(dir=out, prefix=".gptq-") as name:
-        folder = Path(name)
-        (folder / "job.json").write_text(json.dumps({**job, "out": str(folder / "out")}))
-        launch(
-            [str(ENVIRONMENT), gptq.__file__, str(folder / "job.json")],
-            stage="quantize",
-            log=log,
-            log_path=log_path,
-            env={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
-        for path in (folder / "out").glob("*.safetensors*"):
-            path.rename(out / path.name).chmod(0o644)  # safetensors writes files of its owner alone
-        config: dict[str, Any] = read_json(folder / "out" / CONFIG)["quantization_config"]
-    return config
-
-
-def _untouched(out: Path, source: Checkpoint, facts: Model) -> Iterator[Check]:
-    """Yield a verdict on each tensor that is not quantised: its bytes are those of the source."""
-    made, known = _hashes(out), {key: t.hash for key, t in source.tensors.items()}
-    if None in known.values():
-        known = {**_hashes(source.root)}
-    for name in sorted(set(made) & set(known) - set(facts.quantized)):
-        same = made[name] == known[name]
-        yield Check(name, "the bytes in 16 bits", "the same" if same else "others", ok=same)
-
-
-def _hashes(folder: Path) -> dict[str, str]:
-    files, _ = inventory(folder)
-    return {name: entry["blake3"] for file in files.values() for name, entry in file.items()}
 
 
 def _copy_other_files(served: Path, out: Path) -> None:

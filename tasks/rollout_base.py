@@ -19,6 +19,7 @@ from tasks.weights.execute.worker import Perform, write
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import inspect_checkpoint
+from tasks.weights.files.reader import files_of
 from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.lora import Changes
 from tasks.weights.merge import MergeSettings, plan_merge
@@ -26,7 +27,7 @@ from tasks.weights.model import model_facts
 from tasks.weights.plan import with_output
 from tasks.weights.quantized.config_fields import without_quantization
 from tasks.weights.quantized.nf4 import check_quantization
-from tasks.weights.quantized.source import PackedCheckpoint, decoding, read_base
+from tasks.weights.quantized.source import decoding, read_base
 
 CONFIG = "config.json"
 _BASE = "base"
@@ -68,15 +69,15 @@ def write_rollout_base(
     check_quantization(quantization)
     facts = perform(model_facts, base, dtype)
     weights = read_base(base)
-    packed = isinstance(weights, PackedCheckpoint)
+    packed = any(tensor.packed for tensor in weights.values())
     dequantize = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
     settings = MergeSettings() if packed else MergeSettings(
         quantization=dequantize, quantized=frozenset(facts.quantized)
     )  # fmt: skip
-    plan = plan_merge(weights.tensors, facts, _NOTHING, {}, settings)
+    plan = plan_merge(weights, facts, _NOTHING, {}, settings)
     plan = decoding(plan, {_BASE: weights})
     plan = with_output(
-        plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=weights.files
+        plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=files_of(weights)
     )
     perform(write, plan, {_BASE: weights}, work)
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}

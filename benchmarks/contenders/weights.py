@@ -29,7 +29,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
 
 def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     """Return the plan of a merge as the stage makes it, and the inputs by name."""
-    from tasks.weights.files.reader import read_checkpoint
+    from tasks.weights.files.reader import files_of, read_checkpoint
     from tasks.weights.lora import changes, read_adapter
     from tasks.weights.merge import plan_merge
     from tasks.weights.model import model_facts
@@ -38,25 +38,25 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     lora = read_adapter(adapter)
     facts = model_facts(base)
     changed = changes([(lora, 1.0)], facts)
-    tensors = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
+    tensors = {f"adapter:{key}": info for key, info in lora.tensors.items()}
     weights = read_checkpoint(base)
-    made = plan_merge(weights.tensors, facts, changed, tensors)
-    files = weights.files
+    made = plan_merge(weights, facts, changed, tensors)
+    files = files_of(weights)
     made = with_output(made, dtype=None, max_shard_bytes=SHARD, files=files)
     return made, {"base": weights, "adapter": lora.tensors}
 
 
 def convert(weights: Path, out: Path) -> None:
     """Convert a model that already has the wanted dtype and files, our way."""
-    from tasks.weights.files.reader import read_checkpoint
+    from tasks.weights.files.reader import files_of, read_checkpoint
     from tasks.weights.plan import Op, Plan, with_output
 
     source = read_checkpoint(weights)
     ops = tuple(
         Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
-        for name, info in source.tensors.items()
+        for name, info in source.items()
     )
-    plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=SHARD, files=source.files)
+    plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=SHARD, files=files_of(source))
     _make("served", plan, {"model": source}, out)
 
 
@@ -73,7 +73,7 @@ def gather(shards: Path, out: Path) -> None:
         Op(key, parts.tensors[name].shape, parts.dtype, f"shards:{name}", parts.dtype)
         for name, key in keys.items()
     )
-    _make("adapter", Plan(ops), {"shards": parts}, out, stem=ADAPTER, scan=True)
+    _make("adapter", Plan(ops), {"shards": parts.tensors}, out, stem=ADAPTER, scan=True)
 
 
 def plan(base: Path, adapter: Path) -> None:

@@ -136,7 +136,6 @@ class Chain(ChainRun):
                 "scheme": convert_to["quantize"],
                 "max_shard_size": convert_to["max_shard_size"],
                 "rows": convert_to["calibration_rows"],
-                "group": convert_to["group_size"],
                 "profile": self.quantized_profile,
             },
             context={

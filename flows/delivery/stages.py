@@ -149,7 +149,6 @@ class DeliveryStages:
                 "scheme": convert_to["quantize"],
                 "max_shard_size": convert_to["max_shard_size"],
                 "rows": convert_to["calibration_rows"],
-                "group": convert_to["group_size"],
                 "profile": self._quantized_profile,
                 "attn_implementation": self.delivery.attention,
             },

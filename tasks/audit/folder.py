@@ -27,8 +27,7 @@ from typing import Any, TypeVar
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json, read_text
 from tasks.weights.files.dtypes import ITEM_BITS
-from tasks.weights.files.header import read_header
-from tasks.weights.files.reader import index_of, is_plain_name
+from tasks.weights.files.reader import index_of, is_plain_name, read_header
 from tasks.weights.files.side_files import entry_problem
 from tasks.weights.pickled.tensors import TensorRef, nested_in, read_torch_file
 
@@ -260,7 +259,7 @@ def _unlisted(folder: Folder, single: str) -> list[str]:
 
 def _safetensors(path: Path, name: str) -> dict[str, StoredTensor]:
     return {
-        key: StoredTensor(name, info.shape, info.dtype, info.start, info.nbytes)
+        key: StoredTensor(name, info.shape, info.dtype, info.extents[0].start, info.nbytes)
         for key, info in read_header(path).tensors.items()
     }
 

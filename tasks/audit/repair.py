@@ -19,7 +19,6 @@ from tasks.core.private import open_up
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.files.side_files import copy_side_file
-from tasks.weights.files.source import Renamed
 from tasks.weights.plan import Plan, as_is
 from tasks.weights.validate import validate
 
@@ -81,7 +80,7 @@ def _write(source: Source, out: Path, done: list[str]) -> Repaired:
     names = new_names(source)
     renamed = [f"{old} is now {new}" for new, old in names.items() if new != old]
     done += [first_and_more(renamed)] if renamed else []
-    tensors = Renamed(source, names)
+    tensors = {new: source.readable[old] for new, old in names.items()}
     plan = Plan(as_is(tensors, _INPUT).ops, max_shard_bytes=_MAX_SHARD_BYTES)
     out.parent.mkdir(parents=True, exist_ok=True)
     with staging(out) as work:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tasks.audit.source import Source
 from tasks.weights.files.dtypes import ITEM_BITS, all_zero, is_float, largest, magnitude, nonfinite
-from tasks.weights.files.source import Reader
+from tasks.weights.files.tensors import Reader
 
 _BLOCK = 2 << 20
 """Bytes to read at a time; longer rows are not examined as rows."""

@@ -21,7 +21,7 @@ from tasks.core.errors import ArtifactError
 from tasks.core.terminal import typed
 from tasks.weights.files.documents import MANIFEST, own_manifest
 from tasks.weights.files.reader import index_of
-from tasks.weights.files.source import Extent
+from tasks.weights.files.tensors import Extent, Tensor, Tensors
 from tasks.weights.heads import OPENRLHF, SIDE_FILES, architectures, wrapped_class
 from tasks.weights.shards import PARTITIONS
 
@@ -258,9 +258,19 @@ class Source:
             raise ArtifactError(f"{tensor.file}: {name}: the tensor is not contiguous")
         return (Extent(self.folder.root / tensor.file, tensor.start, tensor.nbytes),)
 
-    def checksum(self, name: str) -> str | None:
-        """Return None: hashes in the manifest of an audited folder are not trusted."""
-        return None
+    @property
+    def readable(self) -> Tensors:
+        """The same tensors for readers and plans. One that is not contiguous has no bytes.
+
+        Hashes in the manifest of an audited folder are not trusted.
+        """
+        root = self.folder.root
+        return {
+            name: Tensor(t.shape, t.dtype, (Extent(root / t.file, t.start, t.nbytes),))
+            if t.start >= 0
+            else Tensor(t.shape, t.dtype)
+            for name, t in self.tensors.items()
+        }
 
     def config(self, name: str = "config.json") -> Mapping[str, Any]:
         """Return a JSON document of the folder; empty if there is no usable one."""

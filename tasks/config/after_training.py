@@ -53,8 +53,7 @@ class Convert(Section):
     max_shard_size: str = "5GB"  # size of one weight file, e.g. 500MB
     quantize: Quantize = "none"  # also make a version whose linear layers have this format
     quantize_profile: QuantizeProfile = "auto"  # drift limits of that version; auto: by format
-    group_size: int = 128  # w4a16: numbers of a row that share a scale; 32, 64 or 128
-    calibration_rows: Count = 128  # training rows that its layers are calibrated and compared on
+    calibration_rows: Count = 128  # training rows that its layers are compared on
     llama_cpp: str | None = None  # gguf: folder of llama.cpp, built; null: its programs on PATH
     max_eval_drop: NonNegative | None = 5.0  # points of exact match that it may lose; null: any
 

@@ -19,7 +19,7 @@ Staleness = Annotated[int, Interval(ge=0, le=1)]
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantize = Literal[
-    "none", "w8a8", "fp8", "w4a16",
+    "none", "w8a8", "fp8",
     "gguf:f16", "gguf:bf16", "gguf:q8_0", "gguf:q6_k", "gguf:q5_k_m", "gguf:q4_k_m",
 ]  # fmt: skip
 """Number formats of the linear layers that are served; `gguf:` for llama.cpp, all its weights."""

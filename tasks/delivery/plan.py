@@ -24,7 +24,7 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, is_float
 from tasks.weights.files.names import parse_peft, rename_all, unwrap
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.source import Renamed, Source
+from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.gather import plan_full
 from tasks.weights.head_plans import endings, separate
 from tasks.weights.heads import HEAD, Detected, detect, read_folder
@@ -73,7 +73,7 @@ class Work:
 
     model: Plan  # plan that makes the served tensors; the plan of gather, merge or convert
     facts: Model
-    opened: Mapping[str, Source]  # inputs of the plans by name
+    opened: Sources  # inputs of the plans by name
     config: Mapping[str, Any]  # config.json of the served model, without dtype
     # plan from partitions to an adapter or a full model; inputs "trained", "base"
     gather: Plan | None = None
@@ -152,7 +152,7 @@ def gathered_adapter(
         keys = {unwrap(name): name for name in names}
     else:
         keys = {key: name for name, key in rename_all(names, adapter=True).items()}
-    view = Renamed(trained, keys)
+    view = {key: trained.tensors[name] for key, name in keys.items()}
     config, findings = parse_config(read_json(path))
     if isinstance(trained, DistributedCheckpoint) and config.bias != "none":
         raise ConfigError(
@@ -162,13 +162,13 @@ def gathered_adapter(
         )
     ops = tuple(
         Op(key, tuple(info.shape), info.dtype, f"{TRAINED}:{keys[key]}", info.dtype)
-        for key, info in view.tensors.items()
+        for key, info in view.items()
     )
     known = set(names)
     left = [name for name in trained.tensors if name not in known]
     dropped = tuple(Dropped(f"{TRAINED}:{name}", "frozen: belongs to the base") for name in left)
     plan = Plan(ops, dropped)
-    validate(plan, {TRAINED: trained})
+    validate(plan, {TRAINED: trained.tensors})
     return plan, Adapter(request.given.root, ADAPTER, config, view, tuple(findings)), path
 
 
@@ -186,17 +186,17 @@ def gathered_model(request: Request, trained: Trained) -> Work:
     live = {unwrap(name): name for name in trained.tensors}
     known = {*facts.parameters, *(slot.live for slot in facts.slots)}
     foreign = {unwrap(name) for name in getattr(trained, "buffers", ())} - known
-    source = Renamed(trained, live)
-    tensors = {name: info for name, info in source.tensors.items() if name not in foreign}
+    source = {key: trained.tensors[name] for key, name in live.items()}
+    tensors = {name: info for name, info in source.items() if name not in foreign}
     plan = plan_full(
         tensors,
         facts,
-        base=None if base is None else base.tensors,
+        base=None if base is None else base,
         frozen=base is not None,
         dtype=DTYPE_NAMES[request.target.dtype],
         max_shard_bytes=request.target.max_shard_bytes,
     )
-    sources: dict[str, Source] = {TRAINED: source}
+    sources: dict[str, Tensors] = {TRAINED: source}
     if base is not None and any(op.input == BASE for op in plan.ops):
         sources[BASE] = base
     used = {op.key for op in plan.ops if op.input == TRAINED}
@@ -238,7 +238,7 @@ def prepare(request: Request) -> Work:
     names = [*getattr(trained, "trained", trained.tensors)]
     if any(".lora_" in name for name in names):
         gather, adapter, path = gathered_adapter(request, trained, names)
-        work = _merge(request, [(adapter, 1.0)], gather=gather, trained=trained)
+        work = _merge(request, [(adapter, 1.0)], gather=gather, trained=trained.tensors)
         return replace(work, adapter_config=path)
     return gathered_model(request, trained)
 
@@ -299,7 +299,7 @@ def _merge(
     *,
     reward: Reward | None = None,
     gather: Plan | None = None,
-    trained: Source | None = None,
+    trained: Tensors | None = None,
     head: Detected | None = None,
 ) -> Work:
     """Plan the merge of adapters into the base; `trained` is the input of `gather`."""

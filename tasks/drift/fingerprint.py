@@ -150,7 +150,7 @@ QUANTIZED = {
 """Limits for `convert.quantize`, by number format: first values, from the small models in
 docs/delivery.md."""
 _FORMATS = {
-    "w8a8": "int8", "fp8": "fp8", "w4a16": "int4",
+    "w8a8": "int8", "fp8": "fp8",
     "gguf:f16": "standard", "gguf:bf16": "standard", "gguf:q8_0": "int8", "gguf:q6_k": "int8",
     "gguf:q5_k_m": "fp8", "gguf:q4_k_m": "int4",
 }  # fmt: skip

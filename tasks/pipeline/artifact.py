@@ -31,7 +31,7 @@ from tasks.core.terminal import typed
 from tasks.pipeline.locks import staging as staging
 from tasks.pipeline.locks import sweep as sweep
 from tasks.weights.files.documents import manifest_problem, read_json
-from tasks.weights.files.header import read_header
+from tasks.weights.files.reader import read_header
 
 MANIFEST = "manifest.json"
 """Written after the manifest, which it signs, too; so the manifest does not list it."""
@@ -138,7 +138,7 @@ def inventory(
                     "shape": list(info.shape),
                     "dtype": info.dtype,
                     "blake3": (known or {}).get((name, tensor))
-                    or _hash_range(path, info.start, info.end),
+                    or _hash_range(path, info.extents[0].start, info.nbytes),
                 }
                 for tensor, info in header.tensors.items()
             }
@@ -272,15 +272,14 @@ def read_manifest(root: Path) -> dict[str, Any]:
     return document
 
 
-def _hash_range(path: Path, start: int, end: int) -> str:
+def _hash_range(path: Path, start: int, nbytes: int) -> str:
     digest = blake3()
     with path.open("rb") as file:
         file.seek(start)
-        left = end - start
-        while left > 0:
-            block = file.read(min(left, _CHUNK))
+        while nbytes > 0:
+            block = file.read(min(nbytes, _CHUNK))
             if not block:
                 raise ArtifactError(f"{path}: shorter than it was a moment ago")
             digest.update(block)
-            left -= len(block)
+            nbytes -= len(block)
     return str(digest.hexdigest())

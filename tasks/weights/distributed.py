@@ -1,4 +1,4 @@
-"""Open a checkpoint of torch.distributed.checkpoint (`.metadata`, `*.distcp`) as a `Source`.
+"""Open a checkpoint of torch.distributed.checkpoint (`.metadata`, `*.distcp`) as a `Tensors`.
 
 FSDP2, accelerate and Trainer write one: each rank's shards, one zip file of `torch.save` per shard,
 and a table that says which shard has which rows of which tensor. Nothing of it is unpickled.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.names import parse_peft, unwrap
-from tasks.weights.files.source import Extent, FullTensor, FullTensors
+from tasks.weights.files.tensors import Extent, Tensor, Tensors
 from tasks.weights.pickled.archive import read_archive
 from tasks.weights.pickled.tensors import DTYPES, TensorRef, is_shape, read_tensors
 from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
@@ -25,9 +25,10 @@ _AGAIN = "copy the files of every rank again, or use another checkpoint"
 
 
 @dataclass(frozen=True)
-class DistributedCheckpoint(FullTensors):
+class DistributedCheckpoint:
     """The model's tensors by live name; `left` is the number of others, of the optimizer."""
 
+    tensors: Tensors
     root: Path
     left: int
 
@@ -204,7 +205,7 @@ def _shards(root: Path, items: Sequence[_Item], findings: list[str]) -> dict[str
     return shards
 
 
-def _tensor(entry: _Entry, shards: Shards) -> FullTensor:
+def _tensor(entry: _Entry, shards: Shards) -> Tensor:
     """Join the shards of a tensor along its first axis."""
     extents, rows = [], 0
     for offsets, sizes in sorted(entry.chunks):
@@ -223,4 +224,4 @@ def _tensor(entry: _Entry, shards: Shards) -> FullTensor:
         extents.append(extent)
     if entry.shape and rows != entry.shape[0] and 0 not in entry.shape:
         raise ValueError(f"{rows} of {entry.shape[0]} rows")
-    return FullTensor(entry.shape, entry.dtype, tuple(extents))
+    return Tensor(entry.shape, entry.dtype, tuple(extents))

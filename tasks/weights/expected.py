@@ -22,7 +22,7 @@ from tasks.weights.files.dtypes import (
     rounded,
     widened,
 )
-from tasks.weights.files.source import Reader, Source, extents_of, info_of, part
+from tasks.weights.files.tensors import Reader, Sources, Tensors, part, tensor_of
 from tasks.weights.plan import (
     Add,
     Dora,
@@ -39,7 +39,6 @@ from tasks.weights.plan import (
 from tasks.weights.rounding import GRIDS, TWO_STEPS, row_keys
 
 Array: TypeAlias = NDArray[Any]
-Sources = Mapping[str, Source]
 
 BASE = "base"
 """Name of the base among the inputs of a plan."""
@@ -55,7 +54,7 @@ def comparable(op: Op, sources: Sources) -> str:
     if op.packed is None and op.source_dtype not in NUMPY:
         return f"the base holds it in {op.source_dtype}"
     for name in (name for term in op.terms for name in operands(term)):
-        dtype = info_of(name, sources).dtype
+        dtype = tensor_of(name, sources).dtype
         if dtype not in NUMPY:
             return f"{name.partition(':')[2]} is {dtype}"
     return ""
@@ -69,7 +68,7 @@ class Values:
 
     def __init__(
         self,
-        source: Source,
+        source: Tensors,
         key: str,
         dtype: str,
         shape: Sequence[int],
@@ -83,11 +82,11 @@ class Values:
         if packed is not None:
             from tasks.weights.quantized.source import decoded_values
 
-            flat = decoded_values(packed, source.extents(key)).reshape(-1)[start : start + count]
+            flat = decoded_values(packed, source[key].extents).reshape(-1)[start : start + count]
             self._matrix = flat.reshape(-1, self._columns)
         else:
             item = ITEM_BITS[dtype] // 8
-            self._reader = Reader(part(source.extents(key), start * item, count * item))
+            self._reader = Reader(part(source[key].extents, start * item, count * item))
         if transpose:
             *stack, rows, columns = shape
             flat = self._matrix if self._matrix is not None else self.rows(0, count // columns)
@@ -198,8 +197,8 @@ class _Operands:
 
     def __call__(self, name: str) -> Array:
         if name not in self._read:
-            info = info_of(name, self.sources)
-            with Reader(extents_of(name, self.sources)) as reader:
+            info = tensor_of(name, self.sources)
+            with Reader(tensor_of(name, self.sources).extents) as reader:
                 values = widened(reader.read(), info.dtype).reshape(tuple(info.shape))
             self._read[name] = values.astype(self.dtype, copy=False)
         return self._read[name]

@@ -33,15 +33,13 @@ from typing import Any
 
 from blake3 import blake3
 
-from tasks.core.contract import TensorLike
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.execute.worker import Perform, perform
 from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import nonfinite
-from tasks.weights.files.header import TensorInfo
-from tasks.weights.files.source import Reader, Source
+from tasks.weights.files.tensors import Reader, Sources, Tensor, Tensors
 from tasks.weights.heads import (
     MODEL,
     OUTPUT_EMBEDDINGS,
@@ -78,7 +76,7 @@ class Parted:
     """The plan of a model to serve, its inputs, its config.json, and the facts of its class."""
 
     plan: Plan
-    sources: Mapping[str, Source]
+    sources: Sources
     config: Mapping[str, Any]
     facts: Model
 
@@ -110,7 +108,7 @@ def _reward_model(
 ) -> Parted:
     left_out = {
         f"{MODEL}:{key}": _NO_LM_HEAD
-        for key in folder.main.tensors
+        for key in folder.main
         if key.removeprefix(WRAPPER) in OUTPUT_EMBEDDINGS
     }
     left_out |= dict.fromkeys(normalisation.buffers, "stored in config.json")
@@ -204,8 +202,8 @@ def reward_facts(
 
 
 def reward_base(
-    base: Source, config: Mapping[str, Any], dtype: str, perform: Perform = perform
-) -> tuple[dict[str, TensorLike], str, Model]:
+    base: Tensors, config: Mapping[str, Any], dtype: str, perform: Perform = perform
+) -> tuple[dict[str, Tensor], str, Model]:
     """Return a base's tensors as those of its family's reward model, the class's name, its facts.
 
     The LM head is left out. A head that the base does not have is a placeholder, to be replaced by
@@ -217,17 +215,17 @@ def reward_base(
             "reward: the base's config.json has no hidden_size, so the head's width is not known",
             hint="use a base with the config.json that save_pretrained wrote",
         )
-    tensors = {key: info for key, info in base.tensors.items() if key not in OUTPUT_EMBEDDINGS}
+    tensors = {key: info for key, info in base.items() if key not in OUTPUT_EMBEDDINGS}
     if SCORE not in tensors:
         of_base = next(iter(tensors.values())).dtype if tensors else "BF16"
-        tensors[SCORE] = TensorInfo((1, hidden), of_base, 0, 0)
+        tensors[SCORE] = Tensor((1, hidden), of_base)
     disk = {key: tuple(info.shape) for key, info in tensors.items()}
     return tensors, *perform(reward_facts, config, dtype, disk)
 
 
 def merged_reward(
     adapter: Adapter,
-    base: Source,
+    base: Tensors,
     config: Mapping[str, Any],
     settings: MergeSettings,
     *,
@@ -245,16 +243,16 @@ def merged_reward(
     tensors, name, facts = reward_base(base, config, dtype, perform)
     changed = changes([(adapter, 1.0)], facts)
     live = next((slot.live for slot in facts.slots if slot.key == SCORE), SCORE)
-    has_head = SCORE in base.tensors
+    has_head = SCORE in base
     if not has_head and live not in changed.replacements:
         lora = live in changed.terms
         why = "LoRA was trained on a random head that was never saved: " if lora else ""
         raise ContractError(f"reward: {why}{_NO_HEAD}", details=changed.findings)
-    headers = {f"{adapter.name}:{key}": info for key, info in adapter.tensors.tensors.items()}
+    headers = {f"{adapter.name}:{key}": info for key, info in adapter.tensors.items()}
     plan = plan_merge(tensors, facts, changed, headers, settings)
     placeholder = "" if has_head else f"{settings.base}:{SCORE}"
     dropped = [entry for entry in plan.dropped if entry.source != placeholder]
-    lm_head = [key for key in OUTPUT_EMBEDDINGS if key in base.tensors]
+    lm_head = [key for key in OUTPUT_EMBEDDINGS if key in base]
     dropped += [Dropped(f"{settings.base}:{key}", _NO_LM_HEAD) for key in lm_head]
     if normalisation is None:
         beside = adapter.root / "config.json"
@@ -276,10 +274,10 @@ def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
     specs, contents = [], {}
     for name, tensor in names.items():
         source, _, key = tensor.partition(":")
-        info, known = folder.sources[source].tensors[key], folder.sources[source].checksum(key)
-        with Reader(folder.sources[source].extents(key)) as reader:
+        info = folder.sources[source][key]
+        with Reader(info.extents) as reader:
             contents[name] = reader.read()
-        if known not in (None, blake3(contents[name]).hexdigest()):
+        if info.hash not in (None, blake3(contents[name]).hexdigest()):
             raise ArtifactError(f"{tensor}: its bytes do not match the hash in its manifest")
         if count := nonfinite(contents[name], info.dtype):
             raise ContractError(f"{folder.root}: {name}: {count} elements not finite")
@@ -297,7 +295,7 @@ def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
     }
     file = shard_file(f"{STEM}.safetensors", specs)
     with disk_full_named(out):
-        data = b"".join(contents[name].tobytes() for name in file.infos)
+        data = b"".join(contents[name].tobytes() for name in file.starts)
         (out / file.name).write_bytes(file.head + data)
         (out / f"{STEM}.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
     return tuple(names)

@@ -36,8 +36,8 @@ from tasks.core.errors import ArtifactError, ContractError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import NUMPY, is_float, widened
 from tasks.weights.files.names import PEFT_PREFIX
-from tasks.weights.files.reader import read_checkpoint, read_single
-from tasks.weights.files.source import Reader, Source
+from tasks.weights.files.reader import read_checkpoint, read_header
+from tasks.weights.files.tensors import Reader, Sources, Tensors
 from tasks.weights.lora import read_adapter
 from tasks.weights.pickled.tensors import MODEL as PICKLED
 from tasks.weights.pickled.tensors import is_pickled_model, read_model, read_state
@@ -85,7 +85,7 @@ class HeadFolder:
     root: Path
     config: Mapping[str, Any]
     adapter_config: Mapping[str, Any] | None
-    sources: Mapping[str, Source]
+    sources: Sources
     beside: tuple[str, ...] = ()
 
     @property
@@ -94,7 +94,7 @@ class HeadFolder:
         return MODEL if self.adapter_config is None else ADAPTER
 
     @property
-    def main(self) -> Source:
+    def main(self) -> Tensors:
         """Tensors of the model or adapter."""
         return self.sources[self.weights]
 
@@ -108,7 +108,7 @@ def read_folder(root: Path) -> HeadFolder:
     # TRL saves the head of a PEFT model under the file name of a full model.
     names = (*SIDE_FILES, PICKLED) if is_adapter else SIDE_FILES
     beside = tuple(name for name in names if (root / name).is_file())
-    sources: dict[str, Source] = {}
+    sources: dict[str, Tensors] = {}
     adapter_config = None
     if is_adapter:
         adapter_config = read_json(root / "adapter_config.json")
@@ -119,7 +119,9 @@ def read_folder(root: Path) -> HeadFolder:
         sources[MODEL] = read_checkpoint(root, beside=beside)
     if beside:
         path = root / beside[0]
-        sources[HEAD] = read_single(path) if path.suffix == ".safetensors" else read_state(path)
+        sources[HEAD] = (
+            read_header(path).tensors if path.suffix == ".safetensors" else read_state(path)
+        )
     return HeadFolder(root, config, adapter_config, sources, beside)
 
 
@@ -216,7 +218,7 @@ def detect(folder: HeadFolder) -> Detected:
     lora_on = "" if heads else _lora_on(folder)
     signs = list(_signs(folder))
     # BERT and others have heads of several layers.
-    keys = folder.main.tensors if signs else ()
+    keys = folder.main if signs else ()
     layered = next((key for key in keys if _LAYERED.match(key.removeprefix(PEFT_PREFIX))), "")
     absence = "" if heads or findings else _absence(signs, lora_on, layered)
     normalisation, wrong = _read_normalisation(folder)
@@ -243,10 +245,10 @@ def detect(folder: HeadFolder) -> Detected:
 def _v_heads(folder: HeadFolder, findings: list[str]) -> Iterator[Head]:
     """Yield `v_head.summary` heads: in the model (TRL) or in a file beside it (LLaMA-Factory)."""
     for name, source in folder.sources.items():
-        keys = [key for key in source.tensors if _V_HEAD.fullmatch(key)]
+        keys = [key for key in source if _V_HEAD.fullmatch(key)]
         weights = [key for key in keys if key.endswith(".weight")]
         if name == HEAD:
-            others = [key for key in source.tensors if key not in keys]
+            others = [key for key in source if key not in keys]
             findings += [f"{folder.beside[0]}: {key} is not part of a value head" for key in others]
         if not weights and (keys or name == HEAD):
             findings.append(f"{name}: a value head without v_head.summary.weight")
@@ -265,9 +267,9 @@ def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
         prefix, dialect = PEFT_PREFIX, "peft"
     for module in module_names(folder.config):
         keys = [f"{prefix}{module}.{infix}weight" for infix in _SAVED_WHOLE]
-        key = next((key for key in keys if key in folder.main.tensors), None)
+        key = next((key for key in keys if key in folder.main), None)
         if key is not None:
-            labels = tuple(folder.main.tensors[key].shape[:1])
+            labels = tuple(folder.main[key].shape[:1])
             # Critics: OpenRLHF's class, and verl's token classifiers of one label.
             is_critic = "CriticModel" in names or (
                 labels == (1,) and any(name.endswith("ForTokenClassification") for name in names)
@@ -276,7 +278,7 @@ def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
 
 
 def _head(folder: HeadFolder, name: str, weight: str, dialect: Dialect, role: Role) -> Head:
-    tensors = folder.sources[name].tensors
+    tensors = folder.sources[name]
     info, bias = tensors[weight], f"{weight.removesuffix('weight')}bias"
     bias = f"{name}:{bias}" if bias in tensors else ""
     return Head(dialect, role, f"{name}:{weight}", tuple(info.shape), info.dtype, bias)
@@ -301,7 +303,7 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
         yield f"{name}: {columns} columns, config.json says hidden_size {hidden}"
     if head.bias:
         source, _, key = head.bias.partition(":")
-        shape = tuple(folder.sources[source].tensors[key].shape)
+        shape = tuple(folder.sources[source][key].shape)
         if shape != (labels,):
             yield f"{head.bias}: is {list(shape)}, the head has {labels} labels"
 
@@ -353,7 +355,7 @@ def _absence(signs: list[str], lora_on: str, layered: str) -> str:
 def _lora_on(folder: HeadFolder) -> str:
     """Return the head that the adapter changes by LoRA; "" for none."""
     for module in module_names(folder.config) if folder.adapter_config is not None else ():
-        if any(key.startswith(f"{PEFT_PREFIX}{module}.lora_") for key in folder.main.tensors):
+        if any(key.startswith(f"{PEFT_PREFIX}{module}.lora_") for key in folder.main):
             return module
     return ""
 
@@ -392,7 +394,7 @@ def normalisation_from(config: Mapping[str, Any], where: str) -> Normalisation:
 def _read_normalisation(folder: HeadFolder) -> tuple[Normalisation, list[str]]:
     """Return the normalisation in config.json, or else in the weights, and its findings."""
     values, findings = _configured(folder.config)
-    buffers = [key for key in BUFFERS if key in folder.main.tensors]
+    buffers = [key for key in BUFFERS if key in folder.main]
     for key in buffers:
         try:
             value = read_scalar(folder.main, key)
@@ -430,11 +432,11 @@ def _pair_findings(values: Mapping[str, float]) -> Iterator[str]:
         yield f"std is {values['std']}: rewards cannot be divided by it"
 
 
-def read_scalar(source: Source, key: str) -> float:
+def read_scalar(source: Tensors, key: str) -> float:
     """Read a float tensor of one element. Raises ArtifactError for any other tensor."""
-    info = source.tensors[key]
+    info = source[key]
     if math.prod(info.shape) != 1 or info.dtype not in (*NUMPY, "F64"):
         raise ArtifactError(f"{key}: {describe(info.shape, info.dtype)} is not one number")
-    with Reader(source.extents(key)) as reader:
+    with Reader(source[key].extents) as reader:
         raw = reader.read()
     return float(raw.view("<f8")[0] if info.dtype == "F64" else widened(raw, info.dtype)[0])

@@ -26,7 +26,7 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import all_zero, nonfinite
 from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import ADAPTER, read_checkpoint, weight_files
-from tasks.weights.files.source import Reader, Renamed, Source
+from tasks.weights.files.tensors import Reader, Tensors
 from tasks.weights.lora_config import AdapterConfig, parse_config
 from tasks.weights.mapping import Shape
 from tasks.weights.model import Model, model_facts
@@ -45,7 +45,7 @@ class Adapter:
     root: Path
     name: str  # its name in plans; operands of its terms are "<name>:<key>"
     config: AdapterConfig
-    tensors: Source
+    tensors: Tensors
     findings: tuple[str, ...] = ()  # reasons in its configuration why it cannot be merged
 
 
@@ -62,10 +62,10 @@ def read_adapter(folder: Path, name: str = "adapter", *, beside: Collection[str]
         )
     config, findings = parse_config(read_json(folder / CONFIG))
     patterns = f"{ADAPTER}*.safetensors", f"{ADAPTER}*.safetensors.index.json"
-    tensors: Source
+    tensors: Tensors
     if (folder / PICKLED).is_file() and not weight_files(folder, *patterns):
         state = read_state(folder / PICKLED)
-        tensors = Renamed(state, without_wrappers(state.tensors))
+        tensors = {key: state[name] for key, name in without_wrappers(state).items()}
     else:
         tensors = read_checkpoint(folder, ADAPTER, beside=beside)
     return Adapter(folder, name, config, tensors, tuple(findings))
@@ -153,7 +153,7 @@ class _Sum:
         if adapter.findings:
             self.findings += [f"{where}{CONFIG}: {finding}" for finding in adapter.findings]
             return
-        pairing, pieces = pair_by_names(adapter.config, self.model, adapter.tensors.tensors)
+        pairing, pieces = pair_by_names(adapter.config, self.model, adapter.tensors)
         texts = [*pairing.findings, *pairing.problems()]
         if not math.isfinite(weight) or weight == 0:
             texts.append(f"weight {weight} of the adapter is not a finite number other than 0")
@@ -172,7 +172,7 @@ class _Sum:
             )
         if piece.stored:
             self.replacements[name] = f"{adapter.name}:{piece.stored}"
-            stored = adapter.tensors.tensors.get(piece.stored)
+            stored = adapter.tensors.get(piece.stored)
             if stored is not None and tuple(stored.shape) != self._shape(name):
                 self.shapes[name] = tuple(stored.shape)
         if piece.term is not None:
@@ -266,7 +266,7 @@ def value_findings(adapter: Adapter) -> Iterator[str]:
     """
     pairs: set[str] = set()
     zeros: set[str] = set()
-    for key, info in sorted(adapter.tensors.tensors.items()):
+    for key, info in sorted(adapter.tensors.items()):
         bad, zero = 0, True
         for raw in _blocks(adapter, key):
             bad += nonfinite(raw, info.dtype)
@@ -288,7 +288,7 @@ def value_findings(adapter: Adapter) -> Iterator[str]:
 
 
 def _same(adapter: Adapter, key: str, of: str) -> bool:
-    copy, original = adapter.tensors.tensors[key], adapter.tensors.tensors[of]
+    copy, original = adapter.tensors[key], adapter.tensors[of]
     if (tuple(copy.shape), copy.dtype) != (tuple(original.shape), original.dtype):
         return False
     pairs = zip(_blocks(adapter, key), _blocks(adapter, of), strict=True)
@@ -297,7 +297,7 @@ def _same(adapter: Adapter, key: str, of: str) -> bool:
 
 def _blocks(adapter: Adapter, key: str) -> Iterator[NDArray[np.uint8]]:
     """Yield a tensor's bytes in blocks; each block is valid until the next one is read."""
-    with Reader(adapter.tensors.extents(key)) as stream:
+    with Reader(adapter.tensors[key].extents) as stream:
         buffer: NDArray[np.uint8] = np.empty(min(_BLOCK, stream.nbytes), np.uint8)
         for at in range(0, stream.nbytes, _BLOCK):
             block = buffer[: min(_BLOCK, stream.nbytes - at)]

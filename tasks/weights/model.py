@@ -22,7 +22,7 @@ from tasks.core.contract import Expected
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.reader import WEIGHTS, index_of, read_checkpoint
-from tasks.weights.files.source import Source
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.mapping import Mapped, Shape, Shapes, Slot, default_layout, trace
 from tasks.weights.model_class import meta_model, other_towers, oversized, quantized_names
 from tasks.weights.pickled.tensors import is_pickled_model, read_model
@@ -101,14 +101,14 @@ def _config_and_shapes(
 
 def _layout_in(folder: Path, packed: bool) -> Shapes | None:
     """Return shape by key of a folder's checkpoint, decoded; None if it has no checkpoint."""
-    source: Source
+    source: Tensors
     if is_pickled_model(folder):
         source = read_model(folder)
     elif any((folder / name).is_file() for name in (_SINGLE, index_of(_SINGLE))):
         source = read_base(folder) if packed else read_checkpoint(folder)
     else:
         return None
-    return {name: tuple(info.shape) for name, info in source.tensors.items()}
+    return {name: tuple(info.shape) for name, info in source.items()}
 
 
 def facts_of(model: Any, disk: Shapes | None = None) -> Model:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from tasks.weights.files.dtypes import ITEM_BITS, is_float
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.source import Source
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.rounding import GRIDS
 
 Kind = Literal["copy", "cast", "compute"]
@@ -255,12 +255,12 @@ def row_blocks(rows: int, columns: int, elements: int | None = None) -> Iterator
         first = end
 
 
-def as_is(source: Source, name: str = WEIGHTS) -> Plan:
+def as_is(source: Tensors, name: str = WEIGHTS) -> Plan:
     """Return the plan that copies every tensor of a source, which the plan calls `name`."""
     return Plan(
         tuple(
             Op(key, tuple(info.shape), info.dtype, f"{name}:{key}", info.dtype)
-            for key, info in source.tensors.items()
+            for key, info in source.items()
         )
     )
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.weights.execute.worker import Perform, perform
-from tasks.weights.expected import BASE, Array, Sources, Values, base_of, blocks, comparable
+from tasks.weights.expected import BASE, Array, Values, base_of, blocks, comparable
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import (
     DTYPE_NAMES,
@@ -36,7 +36,7 @@ from tasks.weights.files.dtypes import (
     rounded,
     ulp,
 )
-from tasks.weights.files.source import Source
+from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.head_plans import merged_reward
 from tasks.weights.heads import detect, read_folder
 from tasks.weights.lora import changes, read_adapter
@@ -76,10 +76,10 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
         config, settings = read_json(base / "config.json"), MergeSettings(base=BASE)
         merge = merged_reward(read, model, config, settings, dtype="bfloat16", perform=perform)
         return Planned(decoding(merge.plan, merge.sources), merge.sources, {})
-    disk = {key: tuple(info.shape) for key, info in model.tensors.items()}
+    disk = {key: tuple(info.shape) for key, info in model.items()}
     facts = perform(model_facts, base, "bfloat16", disk)
-    infos = {f"{read.name}:{key}": info for key, info in read.tensors.tensors.items()}
-    plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts), infos)
+    infos = {f"{read.name}:{key}": info for key, info in read.tensors.items()}
+    plan = plan_merge(model, facts, changes([(read, 1.0)], facts), infos)
     sources = {BASE: model, read.name: read.tensors}
     tied = {key: to for key, to in facts.tied.items() if key not in plan.untied}
     return Planned(decoding(plan, sources), sources, tied, facts)
@@ -227,7 +227,7 @@ class Proof:
 
 
 def prove_merge(
-    plan: Plan, sources: Sources, merged: Source, *, tied: Mapping[str, str] | None = None
+    plan: Plan, sources: Sources, merged: Tensors, *, tied: Mapping[str, str] | None = None
 ) -> Proof:
     """Compare a merged model with the plan of its merge, by values and not bytes.
 
@@ -242,12 +242,12 @@ def prove_merge(
     """
     tied = dict(tied or {})
     ops = {op.name: op for op in plan.ops}
-    wanted = [op for op in plan.ops if op.name in merged.tensors or op.name not in tied]
+    wanted = [op for op in plan.ops if op.name in merged or op.name not in tied]
     # Tied tensors that are stored must equal the tensor that they are tied to.
     wanted += [
         replace(ops[holder], name=alias)
         for alias, holder in tied.items()
-        if alias in merged.tensors and alias not in ops and holder in ops
+        if alias in merged and alias not in ops and holder in ops
     ]
     with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
         verdicts = tuple(pool.map(lambda op: _verdict(op, sources, merged), wanted))
@@ -259,10 +259,10 @@ def prove_merge(
     return Proof(verdicts, *total.closest, total.kept_share)
 
 
-def _verdict(op: Op, sources: Sources, merged: Source) -> Verdict:
+def _verdict(op: Op, sources: Sources, merged: Tensors) -> Verdict:
     """Compare one tensor, and diagnose it if it is wrong."""
     touched = bool(op.terms) or op.input != BASE
-    stored = merged.tensors.get(op.name)
+    stored = merged.get(op.name)
     if stored is None:
         return Verdict(op.name, State.MISSING, touched)
     note, shape = "", tuple(stored.shape)
@@ -322,13 +322,13 @@ def _common_rows(op: Op, shape: Sequence[int]) -> int:
     return min(op.shape[0], shape[0])
 
 
-def _same_bytes(op: Op, sources: Sources, merged: Source) -> bool:
-    dtype = merged.tensors[op.name].dtype
+def _same_bytes(op: Op, sources: Sources, merged: Tensors) -> bool:
+    dtype = merged[op.name].dtype
     if op.packed is not None or op.transpose or dtype != op.source_dtype:
         return False
     with (
         base_of(op, sources) as base,
-        Values(merged, op.name, dtype, merged.tensors[op.name].shape) as values,
+        Values(merged, op.name, dtype, merged[op.name].shape) as values,
     ):
         return np.array_equal(base.raw(), values.raw())
 

@@ -19,7 +19,6 @@ from tasks.core.contract import Check
 from tasks.weights.expected import (
     Array,
     Block,
-    Sources,
     Values,
     base_of,
     blocks,
@@ -34,7 +33,7 @@ from tasks.weights.files.dtypes import (
     rounded,
     torch_dtype,
 )
-from tasks.weights.files.source import Source
+from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.plan import (
     Op,
     Plan,
@@ -57,7 +56,7 @@ class Recomputed:
     skipped: str = ""  # reason why it was not recomputed
 
 
-def recompute(plan: Plan, sources: Sources, merged: Source) -> list[Recomputed]:
+def recompute(plan: Plan, sources: Sources, merged: Tensors) -> list[Recomputed]:
     """Recompute sampled rows of every tensor of a merge of ours, in fp64."""
     return [_recomputed(op, sources, merged) for op in plan.ops]
 
@@ -76,7 +75,7 @@ def recomputed_check(results: Sequence[Recomputed]) -> Check:
     return Check("sampled rows", expected, text, ok=not wrong, hint=_HINT)
 
 
-def _recomputed(op: Op, sources: Sources, merged: Source) -> Recomputed:
+def _recomputed(op: Op, sources: Sources, merged: Tensors) -> Recomputed:
     reason = comparable(op, sources)
     if not reason and op.dtype not in NUMPY:
         reason = f"written as {op.dtype}"

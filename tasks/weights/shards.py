@@ -17,9 +17,8 @@ from typing import Any
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import parse_json, read_json
 from tasks.weights.files.dtypes import ITEM_BITS
-from tasks.weights.files.header import Header, read_header
-from tasks.weights.files.reader import weight_files
-from tasks.weights.files.source import Extent, FullTensor, FullTensors
+from tasks.weights.files.reader import Header, read_header, weight_files
+from tasks.weights.files.tensors import Extent, Tensor, Tensors
 
 PARTITIONS = "partitions.json"
 SHARDS = "shards"
@@ -37,9 +36,10 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Partitions(FullTensors):
+class Partitions:
     """All parameters in training's order, from slices that were checked for coverage."""
 
+    tensors: Tensors
     root: Path  # folder with `partitions.json`
     mode: str  # "adapter" or "full"
     dtype: str  # safetensors name, the same for all parameters
@@ -86,10 +86,9 @@ def read_partitions(root: Path) -> Partitions:
 
     def extents(name: str) -> Iterator[Extent]:
         for piece in sorted(each for each in slices_of[name] if each.end > each.start):
-            info = headers[piece.file].tensors[name]
-            yield Extent(root / SHARDS / piece.file, info.start, info.nbytes)
+            yield from headers[piece.file].tensors[name].extents
 
-    tensors = {n: FullTensor(shape, dtype, tuple(extents(n))) for n, shape in shapes.items()}
+    tensors = {n: Tensor(shape, dtype, tuple(extents(n))) for n, shape in shapes.items()}
     return Partitions(tensors, root, table["mode"], dtype, world_size)
 
 

@@ -8,7 +8,7 @@ After this no key or dtype can fail during execution; only disks can.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tasks.core.contract import TensorLike, describe
 from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.execute.writer import require_space
 from tasks.weights.files.dtypes import ITEM_BITS, is_float
-from tasks.weights.files.source import Source, find
+from tasks.weights.files.tensors import Sources, Tensors, find
 from tasks.weights.plan import (
     Op,
     Plan,
@@ -28,7 +28,7 @@ _SHOWN = 50
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
 
-def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = None) -> None:
+def validate(plan: Plan, sources: Sources, *, out: Path | None = None) -> None:
     """Check a plan against its inputs, headers only.
 
     Args:
@@ -54,7 +54,7 @@ def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = No
         require_space(out, plan.nbytes)
 
 
-def plan_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
+def plan_findings(plan: Plan, sources: Sources) -> Iterator[str]:
     """Yield everything that is wrong with a plan, one line each."""
     counts = Counter(op.name for op in plan.ops)
     yield from (f"{name}: planned {n} times" for name, n in counts.items() if n > 1)
@@ -67,7 +67,7 @@ def plan_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
     yield from _coverage_findings(plan, sources)
 
 
-def _coverage_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
+def _coverage_findings(plan: Plan, sources: Sources) -> Iterator[str]:
     """Check that every input tensor is used once and in full, or dropped for a reason."""
     used: dict[str, list[tuple[int, int, str]]] = {}
     shared = {*plan.untied, *plan.copied}
@@ -84,7 +84,7 @@ def _coverage_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[st
         elif count > 1 or name in used or name in used_by_terms:
             yield f"{name}: to be dropped, but also used or dropped elsewhere"
     for input_name, source in sources.items():
-        for key, info in source.tensors.items():
+        for key, info in source.items():
             name = f"{input_name}:{key}"
             if name in used:
                 yield from _part_findings(name, prod(info.shape), used[name])
@@ -104,7 +104,7 @@ def _part_findings(name: str, numel: int, parts: Iterable[tuple[int, int, str]])
         yield f"{name}: elements {at} to {numel} are used by nothing"
 
 
-def _op_findings(op: Op, sources: Mapping[str, Source]) -> Iterator[str]:
+def _op_findings(op: Op, sources: Sources) -> Iterator[str]:
     """Yield what is wrong with one operation; planners have compared the shapes of its terms."""
     for name in (name for term in op.terms for name in operands(term)):
         operand = find(name, sources)
@@ -135,14 +135,14 @@ def _op_findings(op: Op, sources: Mapping[str, Source]) -> Iterator[str]:
         yield f"{op.dtype} is not a float dtype, so nothing can be added to it"
 
 
-def _extent_findings(op: Op, tensor: TensorLike, source: Source) -> Iterator[str]:
+def _extent_findings(op: Op, tensor: TensorLike, source: Tensors) -> Iterator[str]:
     size, wanted = prod(tensor.shape), op.start + prod(op.read_shape)
     if op.start < 0 or wanted > size:
         text = f"elements {op.start} to {wanted}" if op.start else describe(op.shape, op.dtype)
         yield f"needs {text}, {op.source} is {describe(tensor.shape, tensor.dtype)}"
     elif op.start == 0 and wanted == size and not _same_shape(op, tuple(tensor.shape)):
         yield f"must be {list(op.shape)}, {op.source} is {list(tensor.shape)}"
-    nbytes = sum(extent.nbytes for extent in source.extents(op.key))
+    nbytes = sum(extent.nbytes for extent in source[op.key].extents)
     # The files of a packed matrix hold 4 bits for an element, and scales.
     if op.packed is None and nbytes != size * ITEM_BITS[tensor.dtype] // 8:
         text = describe(tensor.shape, tensor.dtype)

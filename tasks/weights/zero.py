@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, casts, is_float, widened
 from tasks.weights.files.reader import weight_files
-from tasks.weights.files.source import Extent, FullTensor, FullTensors, Reader, part
+from tasks.weights.files.tensors import Extent, Reader, Tensor, Tensors, part
 from tasks.weights.pickled.tensors import TensorRef, is_shape, read_torch_file
 from tasks.weights.pickled.unpickler import Foreign
 
@@ -51,12 +51,13 @@ _OTHER = "tensor, pipeline or expert parallel training: convert the checkpoint w
 
 
 @dataclass(frozen=True)
-class ZeroCheckpoint(FullTensors):
+class ZeroCheckpoint:
     """An opened checkpoint: all tensors by live name.
 
     Trained parameters are in fp32, frozen ones and buffers in the dtype that training used.
     """
 
+    tensors: Tensors
     root: Path  # folder of the step
     stage: int  # 0 (no ZeRO) to 3; 2 for a universal checkpoint of stage 1 or 2
     world_size: int
@@ -388,7 +389,7 @@ def _aliases(state: _Model, trained: set[str]) -> dict[str, str]:
 
 def _trained(
     groups: Sequence[Shapes], ranks: Sequence[_Optim], findings: list[str]
-) -> dict[str, FullTensor]:
+) -> dict[str, Tensor]:
     """Return the trained parameters, in fp32, in the order of training's groups."""
     dtypes = {ref.dtype for rank in ranks for ref in rank.flat}
     if len(dtypes) != 1 or not is_float(dtype := next(iter(dtypes))):
@@ -397,9 +398,7 @@ def _trained(
     locate = _by_parameter if ranks[0].stage == 3 else _by_group
     located = locate(groups, ranks, ITEM_BITS[dtype] // 8, findings)
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    return {
-        name: FullTensor(shapes[name], dtype, tuple(extents)) for name, extents in located.items()
-    }
+    return {name: Tensor(shapes[name], dtype, tuple(extents)) for name, extents in located.items()}
 
 
 def _by_group(
@@ -459,7 +458,7 @@ def _own(numel: int, share: int, rank: int) -> int:
     return max(0, min(share, numel - rank * share))
 
 
-def _universal(zero: Path, first: _Model, findings: list[str]) -> dict[str, FullTensor]:
+def _universal(zero: Path, first: _Model, findings: list[str]) -> dict[str, Tensor]:
     """Find the trained parameters of a universal checkpoint: `zero/<parameter>/fp32.pt`.
 
     `ds_to_universal.py` writes `{"param": tensor}` for ZeRO-1 and 2. For ZeRO-3 it writes the bare
@@ -483,15 +482,13 @@ def _universal(zero: Path, first: _Model, findings: list[str]) -> dict[str, Full
             elif not is_float(ref.dtype):
                 findings.append(f"{files[name]}: {ref.dtype} is not a float dtype")
             else:
-                tensors[name] = FullTensor(shape, ref.dtype, (ref.extent(),))
+                tensors[name] = Tensor(shape, ref.dtype, (ref.extent(),))
         except ArtifactError as error:
             findings.append(error.message)
     return tensors
 
 
-def _untrained(
-    models: Sequence[_Model], known: set[str], findings: list[str]
-) -> dict[str, FullTensor]:
+def _untrained(models: Sequence[_Model], known: set[str], findings: list[str]) -> dict[str, Tensor]:
     """Return frozen parameters and buffers: the tensors whose names are not in `known`."""
     first = models[0]
     rest = [name for name in {**first.module, **first.fragments} if name not in known]
@@ -508,13 +505,13 @@ def _untrained(
         ref = first.fragments.get(name) or first.module[name]
         try:
             extents = (ref.extent(),) if ref.numel else ()
-            tensors[name] = FullTensor(ref.shape, ref.dtype, extents)
+            tensors[name] = Tensor(ref.shape, ref.dtype, extents)
         except ArtifactError as error:
             findings.append(f"{name}: {error.message}")
     return tensors
 
 
-def _frozen_fragments(models: Sequence[_Model], findings: list[str]) -> dict[str, FullTensor]:
+def _frozen_fragments(models: Sequence[_Model], findings: list[str]) -> dict[str, Tensor]:
     """Return the frozen parameters of ZeRO-3, of which each rank holds a partition."""
     tensors = {}
     for name, shape in models[0].frozen.items():
@@ -528,11 +525,11 @@ def _frozen_fragments(models: Sequence[_Model], findings: list[str]) -> dict[str
             for number, ref in enumerate(refs)
             if (own := _own(numel, share, number))
         ]
-        tensors[name] = FullTensor(shape, refs[0].dtype, tuple(extents))
+        tensors[name] = Tensor(shape, refs[0].dtype, tuple(extents))
     return tensors
 
 
-def _disagreements(state: _Model, weights: Mapping[str, FullTensor]) -> Iterator[str]:
+def _disagreements(state: _Model, weights: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield one line for every trained weight whose fp32 values differ from the module's.
 
     Below ZeRO-3 a checkpoint holds each weight twice: as a full tensor in 16 bits, and partitioned

@@ -193,9 +193,6 @@ def test_models_that_cannot_be_quantised() -> None:
         (finding,) = quantizing(w8a8, config)
         assert finding.override == "convert.quantize=none"
     assert list(quantizing(w8a8, model.TOY.config)) == []
-    w4a16 = {"quantize": "w4a16", "group_size": 128}
-    (finding,) = quantizing(w4a16, {"hidden_size": 96}, environment=Path(__file__))
-    assert finding.override == "convert.group_size=32"
 
 
 def test_memory_that_is_missing_for_long_samples_is_a_warning() -> None:

@@ -8,11 +8,11 @@ import pytest
 
 from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import ContractError, StageProcessError
-from tasks.weights.files.header import TensorInfo
+from tasks.weights.files.tensors import Tensor
 
 
-def info(*shape: int, dtype: str = "BF16") -> TensorInfo:
-    return TensorInfo(tuple(shape), dtype, 0, 0)
+def info(*shape: int, dtype: str = "BF16") -> Tensor:
+    return Tensor(tuple(shape), dtype)
 
 
 def test_a_failed_check_names_the_tensor_and_its_value() -> None:

@@ -16,7 +16,7 @@ from tasks.delivery.base import folder_identity
 from tasks.delivery.stages import find_tokens
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.rl.reward_model import model_digest
-from tasks.weights.files.header import read_header
+from tasks.weights.files.reader import read_header
 from tasks.weights.files.side_files import foreign_entries
 from tests.delivery.conftest import Done
 from tests.weights.making import Spread, trained_model
@@ -27,9 +27,9 @@ Run = Callable[..., Done]
 def flip(file: Path) -> str:
     """Change a byte of the last tensor, keep size and mtime, and return the tensor's name."""
     before = file.stat()
-    name, info = max(read_header(file).tensors.items(), key=lambda entry: entry[1].start)
+    name, info = max(read_header(file).tensors.items(), key=lambda entry: entry[1].extents[0].start)
     raw = bytearray(file.read_bytes())
-    raw[info.start] ^= 1
+    raw[info.extents[0].start] ^= 1
     file.write_bytes(raw)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = file.stat()

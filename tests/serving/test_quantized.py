@@ -19,17 +19,12 @@ from tasks.evaluation.calibration import heldout_loss, row_tokens
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.smoke import Tools
 from tasks.pipeline.report import StageReport
-from tasks.quantize import ENVIRONMENT, quantize
+from tasks.quantize import quantize
 from tasks.smoke_eval import smoke_eval
 from tests.serving.test_smoke_eval import LENIENT
 
 LOG = logging.getLogger("tests.serving")
 ANY = DriftLimit(mean_kl=10.0, p95_kl=100.0, top1_agreement=0.0)
-
-
-needs_llm_compressor = pytest.mark.skipif(
-    not ENVIRONMENT.is_file(), reason="make setup-quantize (make test-all runs it)"
-)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +46,7 @@ def quantized(
         arguments: dict[str, Any] = {
             "served": served, "reference": trained, "data": rows, "scorer": scorer, "rows": 4,
             "log_path": tmp_path / "quantize.log", "max_shard_size": "5GB", "profile": ANY,
-            "log": LOG, "group": 64,
+            "log": LOG,
         }  # fmt: skip
         return out, quantize(out, scheme=scheme, **{**arguments, **changes})
 
@@ -91,7 +86,7 @@ def test_a_model_that_predicts_held_out_rows_worse_is_refused(
     tensors = load_file(other.path / "model.safetensors")
     tensors["model.norm.weight"] *= 8
     save_file(tensors, other.path / "model.safetensors", metadata={"format": "pt"})
-    limit = quantized_profile("w4a16")
+    limit = quantized_profile("gguf:q4_k_m")
     same, check = heldout_loss(scorer, model, model, tokens, limit)
     assert check.ok
     assert same["quantized/loss/before"] == same["quantized/loss/after"]
@@ -101,12 +96,11 @@ def test_a_model_that_predicts_held_out_rows_worse_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["fp8", pytest.param("w4a16", marks=needs_llm_compressor)])
 def test_vllm_serves_it_beside_the_one_in_16_bits(
-    scheme: str, quantized: Callable[..., tuple[Path, StageReport]], served: Path, trained: Path,
+    quantized: Callable[..., tuple[Path, StageReport]], served: Path, trained: Path,
     rows: Path, scorer: ReferenceScorer, tmp_path: Path,
 ) -> None:  # fmt: skip
-    folder, made = quantized(scheme)
+    folder, made = quantized("fp8")
     (tmp_path / "report").mkdir()
     report = smoke_eval(
         tmp_path / "report", prompts="chat", quantized=True, max_eval_drop=100.0,
@@ -116,5 +110,5 @@ def test_vllm_serves_it_beside_the_one_in_16_bits(
     )  # fmt: skip
     assert [check for check in (*made.checks, *report.checks) if not check.ok] == []
     assert report.drift is not None
-    assert 0 < report.drift.mean_kl < quantized_profile(scheme).mean_kl
+    assert 0 < report.drift.mean_kl < quantized_profile("fp8").mean_kl
     assert {"quantized/eval/before", "quantized/eval/after"} <= set(report.metrics)

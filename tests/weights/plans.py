@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.pipeline.artifact import Origin, publish, staging
-from tasks.weights.files.reader import ADAPTER, Checkpoint, read_checkpoint
+from tasks.weights.files.reader import ADAPTER, read_checkpoint
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.plan import Add, Dora, LowRank, Op, Plan, Rows
 
 WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
@@ -48,7 +49,7 @@ def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     return base, adapter
 
 
-def make_inputs(root: Path, seed: int = 0) -> dict[str, Checkpoint]:
+def make_inputs(root: Path, seed: int = 0) -> dict[str, Tensors]:
     """Publish both as artifacts, so that their hashes are known; the base in two files."""
     base, adapter = tensors(seed)
     first = {name: base[name] for name in ("embed", "wide", "tall", "conv")}

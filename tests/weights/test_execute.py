@@ -23,8 +23,8 @@ from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.dtypes import ITEM_BITS
-from tasks.weights.files.header import read_header
-from tasks.weights.files.reader import Checkpoint, read_checkpoint
+from tasks.weights.files.reader import read_checkpoint, read_header
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.plan import Plan
 from tasks.weights.validate import validate
 from tests.weights.making import state_of
@@ -33,11 +33,11 @@ from tests.weights.rounding import rounded_alike
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def _run(plan: Plan, inputs: dict[str, Checkpoint], out: Path, **settings) -> Executed:
+def _run(plan: Plan, inputs: dict[str, Tensors], out: Path, **settings) -> Executed:
     validate(plan, inputs, out=out)
     return execute(plan, inputs, out, **settings)
 
@@ -62,11 +62,13 @@ def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
     done = _run(plan, inputs, out)
     assert _wrong(out) == []
     assert len(list(out.glob("*.safetensors"))) > 2
-    assert set(read_checkpoint(out).tensors) == set(expected()), "the index agrees with the files"
+    assert set(read_checkpoint(out)) == set(expected()), "the index agrees with the files"
     for file in out.glob("*.safetensors"):
         raw = file.read_bytes()
         for name, info in read_header(file).tensors.items():
-            assert done.checksums[name] == blake3(raw[info.start : info.end]).hexdigest()
+            start = info.extents[0].start
+            hashed = blake3(raw[start : start + info.nbytes]).hexdigest()
+            assert done.checksums[name] == hashed
             assert done.tensors[name].file == file.name
 
 
@@ -94,7 +96,7 @@ def test_hashes_of_a_manifest_are_trusted_only_while_they_can_be_right(
     folder = shutil.copytree(inputs["base"].root, tmp_path / "folder")
     path = folder / "manifest.json"
     whole = path.read_text()
-    assert read_checkpoint(folder).checksum("wide") is not None
+    assert read_checkpoint(folder)["wide"].hash is not None
 
     document = json.loads(whole)
     document["tensors"]["model-00002-of-00002.safetensors"]["ids"]["blake3"] = "0" * 64
@@ -103,13 +105,13 @@ def test_hashes_of_a_manifest_are_trusted_only_while_they_can_be_right(
         _run(plan, {"base": read_checkpoint(folder)}, out, scan=True)
 
     path.write_text(json.dumps({"files": document["files"]}))  # of another tool
-    assert read_checkpoint(folder).checksum("wide") is None
+    assert read_checkpoint(folder)["wide"].hash is None
     path.write_text(whole)
     later = path.stat().st_mtime + 10
     os.utime(folder / "model-00001-of-00002.safetensors", (later, later))  # touched afterwards
     checkpoint = read_checkpoint(folder)
-    assert checkpoint.checksum("wide") is None
-    assert checkpoint.checksum("norm") is not None
+    assert checkpoint["wide"].hash is None
+    assert checkpoint["norm"].hash is not None
 
 
 def test_values_are_inspected_while_they_are_copied(out, tmp_path) -> None:
@@ -149,9 +151,10 @@ def test_safetensors_reads_a_planned_header(tmp_path_factory, kinds) -> None:
     planned = shard_file("model.safetensors", specs)
     path = tmp_path_factory.mktemp("planned") / planned.name
     path.write_bytes(planned.head + bytes(planned.size - len(planned.head)))
-    assert read_header(path).tensors == planned.infos
-    for info in planned.infos.values():
-        assert info.start % (ITEM_BITS[info.dtype] // 8) == 0  # aligned to its own width
+    tensors = read_header(path).tensors
+    assert {name: t.extents[0].start for name, t in tensors.items()} == planned.starts
+    for name, start in planned.starts.items():
+        assert start % (ITEM_BITS[tensors[name].dtype] // 8) == 0  # aligned to its own width
     with safe_open(path, framework="numpy") as file:
         assert set(file.keys()) == {spec.name for spec in specs}
         assert file.metadata() == {"format": "pt"}

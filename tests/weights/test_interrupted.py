@@ -16,7 +16,8 @@ from tasks.weights.execute import writer
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.execute.writer import lay_out
-from tasks.weights.files.reader import Checkpoint, read_checkpoint
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.tensors import Tensors
 from tests.weights.plans import make_inputs, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,11 +25,11 @@ ORIGIN = Origin("weights", "test", "made")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def _publish(inputs: dict[str, Checkpoint], final: Path) -> Executed:
+def _publish(inputs: dict[str, Tensors], final: Path) -> Executed:
     with staging(final) as work:
         done = execute(make_plan(), inputs, work, workers=1)
         publish(work, final, ORIGIN, done.hashes)
@@ -107,7 +108,6 @@ import torch
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.writer import lay_out
-from tasks.weights.files.reader import read_checkpoint
 from tests.weights.plans import make_plan
 
 root, rounds = Path(sys.argv[2]), int(sys.argv[3])

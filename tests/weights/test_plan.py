@@ -10,7 +10,8 @@ import torch
 
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.execute.writer import Spec, lay_out
-from tasks.weights.files.reader import Checkpoint
+from tasks.weights.files.reader import files_of
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.plan import Add, Dropped, LowRank, Op, Plan
 from tasks.weights.shards import rank_file, read_partitions
 from tasks.weights.validate import plan_findings, validate
@@ -19,11 +20,11 @@ from tests.weights.plans import make_inputs, make_plan
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def _findings(plan: Plan, inputs: dict[str, Checkpoint]) -> list[str]:
+def _findings(plan: Plan, inputs: dict[str, Tensors]) -> list[str]:
     return list(plan_findings(plan, inputs))
 
 
@@ -87,10 +88,10 @@ def test_an_unused_tensor_has_to_be_dropped_for_a_reason(inputs) -> None:
 def test_a_file_is_linked_only_when_it_is_the_same_in_everything(inputs) -> None:
     second = "model-00002-of-00002.safetensors"
     sources, base = inputs, inputs["base"]
-    specs = [Spec(n, tuple(i.shape), i.dtype) for n, i in base.tensors.items()]
+    specs = [Spec(n, tuple(i.shape), i.dtype) for n, i in base.items()]
     ops = [Op(s.name, s.shape, s.dtype, f"base:{s.name}", s.dtype) for s in specs]
-    tail = [op for op in ops if base.files[op.name] == second]
-    assert lay_out(Plan(tuple(tail)), sources)[0].link == inputs["base"].root / second
+    tail = [op for op in ops if files_of(base)[op.name] == second]
+    assert lay_out(Plan(tuple(tail)), sources)[0].link == base["norm"].extents[0].path
     assert lay_out(Plan(tuple(reversed(tail))), sources)[0].link is not None
     for changed in (
         tail[:-1],

@@ -9,7 +9,7 @@ from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, either
 from tasks.audit.checks.files import vllm_takes
 from tasks.audit.folder import open_weights
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, MODELS, Source, setting
-from tasks.weights.files.source import Source as Tensors
+from tasks.weights.files.tensors import Tensors as Tensors
 from tasks.weights.heads import (
     ADAPTER,
     HEAD,
@@ -34,11 +34,11 @@ def has_tensors(source: Source) -> bool:
 def _detected(source: Source) -> Detected:
     """Detect the head of the source, opened as `tasks.weights.heads` reads it."""
     is_adapter = source.is_adapter
-    sources: dict[str, Tensors] = {ADAPTER if is_adapter else MODEL: source}
+    sources: dict[str, Tensors] = {ADAPTER if is_adapter else MODEL: source.readable}
     beside = tuple(name for name in _side_files(source) if name in source.folder.files)
     if beside:
         side = replace(source.recognised, weights=open_weights(source.folder, beside[0]))
-        sources[HEAD] = replace(source, recognised=side)
+        sources[HEAD] = replace(source, recognised=side).readable
     adapter_config = source.config(ADAPTER_CONFIG) if is_adapter else None
     folder = HeadFolder(source.folder.root, source.config(), adapter_config, sources, beside)
     return detect(folder)

@@ -56,7 +56,7 @@ def _proof(source: Source) -> Proof | str:
         return "no base, or no adapter"
     try:
         made = planned(source.base.folder.root, source.adapter, perform=perform_apart)
-        return prove_merge(made.plan, made.sources, source, tied=made.tied)
+        return prove_merge(made.plan, made.sources, source.readable, tied=made.tied)
     except PlumblineError as error:
         return error.message
 

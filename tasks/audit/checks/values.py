@@ -21,7 +21,7 @@ from tasks.audit.tensor_names import embeddings_of
 from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.identity import base_mismatch
 from tasks.weights.files.names import parse_peft
-from tasks.weights.files.source import Reader
+from tasks.weights.files.tensors import Reader
 from tasks.weights.quantized.config_fields import stored
 
 _LEAST, _COSINE = 0.5, 0.5

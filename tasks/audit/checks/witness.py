@@ -15,8 +15,7 @@ from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.core.errors import ArtifactError
 from tasks.drift.verdict import NAMES
 from tasks.drift.witness import find_witness
-from tasks.weights.files.header import read_header
-from tasks.weights.files.reader import weight_files
+from tasks.weights.files.reader import read_header, weight_files
 from tasks.witness.plumbline_witness.prints import FOLDER
 
 FILE = f"{FOLDER}/witness.json"

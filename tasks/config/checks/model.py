@@ -24,7 +24,7 @@ from tasks.training.model.families import (
 )
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, inspect_checkpoint
-from tasks.weights.files.header import read_header
+from tasks.weights.files.reader import read_header
 from tasks.weights.files.side_files import foreign_entries
 from tasks.weights.quantized.config_fields import stored
 

@@ -17,7 +17,7 @@ from tasks.core.finding import Finding
 from tasks.core.redaction import HIDDEN, redact
 from tasks.drift.fingerprint import EXPERTS
 from tasks.lm_eval import is_file, task_name
-from tasks.quantize import CONVERTED, ENVIRONMENT
+from tasks.quantize import CONVERTED
 from tasks.release.gate import EXAMPLES, LM_EVAL, NUMBERS, names_for, parse, run_kinds
 from tasks.rl.user_code import EVAL
 from tasks.serving.llama_cpp import CONVERTER, QUANTIZER, SERVER, find_programs
@@ -28,8 +28,6 @@ GGUF_READ = (
     "starcoder2", "nemotron",
 )  # fmt: skip
 """Model types whose GGUF files transformers reads, so that they can be compared."""
-GROUPS = (128, 64, 32)
-"""Group sizes of 4 bits that vLLM has kernels for, on GPUs (Marlin) and CPUs."""
 _INSECURE = ("MLFLOW_TRACKING_INSECURE_TLS", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY")
 LIMIT_S = 5.0
 FRESH_S = 30.0
@@ -57,7 +55,6 @@ def quantizing(
     *,
     is_reward: bool = False,
     engine: str = "vllm",
-    environment: Path = ENVIRONMENT,
 ) -> Iterator[Finding]:
     """Yield every reason why a model cannot be quantised (`convert.quantize`).
 
@@ -86,27 +83,9 @@ def quantizing(
         (engine == "none", "a quantised model is measured first", "smoke.engine=vllm"),
         (missing, f"needs llama.cpp: {', '.join(missing)}", "convert.llama_cpp=<its folder>"),
         (not readable, f"transformers reads GGUF of {', '.join(GGUF_READ)}", override),
-        (
-            scheme == "w4a16" and not environment.is_file(),
-            f"needs llm-compressor in {environment.parents[1]}",
-            "make setup-quantize",
-        ),
     ):
         if wrong:
             yield Finding("convert.quantize", scheme, allowed, instead)
-    if scheme == "w4a16":
-        yield from _groups(text, convert["group_size"])
-
-
-def _groups(text: Mapping[str, Any], group: int) -> Iterator[Finding]:
-    """Check that the rows of all layers divide into groups of 4-bit weights."""
-    heads, size = text.get("num_attention_heads") or 1, text.get("head_dim") or 0
-    widths = [text.get("hidden_size"), text.get("intermediate_size"), heads * size]
-    fits = [number for number in GROUPS if not any((width or 0) % number for width in widths)]
-    if group not in fits:
-        instead = f"convert.group_size={fits[0]}" if fits else "convert.quantize=w8a8"
-        allowed = f"one of {', '.join(map(str, GROUPS))} that divides the widths of all layers"
-        yield Finding("convert.group_size", str(group), allowed, instead)
 
 
 def conditions(settings: Mapping[str, Any]) -> Iterator[Finding]:

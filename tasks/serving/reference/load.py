@@ -11,9 +11,8 @@ from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.header import read_header
 from tasks.weights.files.names import PEFT_PREFIX, unwrap, without_wrappers
-from tasks.weights.files.reader import weight_files
+from tasks.weights.files.reader import read_header, weight_files
 from tasks.weights.model_class import kept_from_four_bits, language_class, read_config
 from tasks.weights.pickled.tensors import read_torch_file
 from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8

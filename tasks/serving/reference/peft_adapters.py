@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.header import read_header
 from tasks.weights.files.names import without_wrappers
-from tasks.weights.files.reader import ADAPTER
-from tasks.weights.files.source import Renamed
+from tasks.weights.files.reader import ADAPTER, read_header
 from tasks.weights.lora import CONFIG, PICKLED, Adapter, read_adapter
 from tasks.weights.model import Model, live_model
 from tasks.weights.pairing import Pairing
+from tasks.weights.pickled.tensors import read_state
 from tasks.weights.plan import LowRank
 
 
@@ -83,7 +82,7 @@ def _grow(model: Any, live: Model, adapters: Sequence[Adapter]) -> None:
 
 
 def _pairing(adapter: Adapter, live: Model) -> Pairing:
-    return Pairing(adapter.config, live, adapter.tensors.tensors)
+    return Pairing(adapter.config, live, adapter.tensors)
 
 
 @contextlib.contextmanager
@@ -115,12 +114,10 @@ def _in_installed_layout(adapter: Adapter, live: Model) -> Iterator[Path]:
 
 def _is_wrapped(adapter: Adapter) -> bool:
     """Return True if the file's names have prefixes of wrappers: peft finds none of them."""
-    if isinstance(adapter.tensors, Renamed):
-        names = list(adapter.tensors.names.values())
-    else:
-        file = adapter.root / f"{ADAPTER}.safetensors"
-        names = list(read_header(file).tensors) if file.is_file() else []
-    return any(name not in adapter.tensors.tensors for name in names)
+    file, pickled = adapter.root / f"{ADAPTER}.safetensors", adapter.root / PICKLED
+    names = list(read_header(file).tensors) if file.is_file() else []
+    names += list(read_state(pickled)) if pickled.is_file() and not names else []
+    return any(name not in adapter.tensors for name in names)
 
 
 def _other_layout(adapter: Adapter, live: Model) -> Iterator[LowRank]:
@@ -151,9 +148,7 @@ def _as_stored(model: Any, adapter: Adapter, name: str) -> None:
 
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     stored = {
-        key: dtypes[info.dtype]
-        for key, info in adapter.tensors.tensors.items()
-        if info.dtype in dtypes
+        key: dtypes[info.dtype] for key, info in adapter.tensors.items() if info.dtype in dtypes
     }
     for full, parameter in model.named_parameters():
         parts = full.split(".")

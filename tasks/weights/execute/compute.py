@@ -14,7 +14,7 @@ for matrices and 1-D for vectors. A stack of experts (experts, rows, columns) is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tasks.weights.execute.outcome import Written
 from tasks.weights.files import dtypes as bits
 from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, torch_dtype
-from tasks.weights.files.source import Reader, Source, extents_of, info_of, part
+from tasks.weights.files.tensors import Reader, Sources, part, tensor_of
 from tasks.weights.plan import (
     Add,
     Dora,
@@ -41,8 +41,6 @@ from tasks.weights.rounding import GRIDS, row_keys, unbiased
 
 if TYPE_CHECKING:
     import torch
-
-Sources = Mapping[str, Source]
 
 
 def compute(op: Op, sources: Sources, written: Written) -> Iterator[NDArray[np.uint8]]:
@@ -118,7 +116,7 @@ def _blocks(op: Op, sources: Sources) -> Iterator[tuple[int, torch.Tensor]]:
 def opened(op: Op, sources: Sources) -> Reader:
     """Open a reader of the bytes that an operation starts from."""
     first = op.start * ITEM_BITS[op.source_dtype] // 8
-    return Reader(part(sources[op.input].extents(op.key), first, source_bytes(op)))
+    return Reader(part(sources[op.input][op.key].extents, first, source_bytes(op)))
 
 
 def source_bytes(op: Op) -> int:
@@ -154,7 +152,7 @@ def _full_tensor(op: Op, sources: Sources) -> torch.Tensor:
     if op.packed is not None:
         from tasks.weights.quantized.source import decoded
 
-        matrix = decoded(op.packed, sources[op.input].extents(op.key))
+        matrix = decoded(op.packed, sources[op.input][op.key].extents)
         flat = matrix.reshape(-1)[op.start : op.start + prod(shape)]
     else:
         with opened(op, sources) as reader:
@@ -183,8 +181,8 @@ class _Operands:
         import torch
 
         if name not in self._loaded:
-            info = info_of(name, self._sources)
-            with Reader(extents_of(name, self._sources)) as reader:
+            info = tensor_of(name, self._sources)
+            with Reader(tensor_of(name, self._sources).extents) as reader:
                 stored = torch.from_numpy(reader.read()).view(torch_dtype(info.dtype))
             self._loaded[name] = stored.reshape(tuple(info.shape)).float()
         return self._loaded[name]

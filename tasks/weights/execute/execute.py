@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from math import prod
@@ -37,9 +37,8 @@ from tasks.weights.execute.writer import ShardFile, lay_out, require_space, writ
 from tasks.weights.files import dtypes as bits
 from tasks.weights.files.documents import artifact_name
 from tasks.weights.files.dtypes import cast, casts, torch_dtype
-from tasks.weights.files.header import TensorInfo
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.source import Source, info_of, write_at
+from tasks.weights.files.tensors import Sources, tensor_of, write_at
 from tasks.weights.plan import Op, Plan, operands
 
 MAX_WORKERS = 16
@@ -53,7 +52,7 @@ BLOCK = 1 << 20
 
 def execute(
     plan: Plan,
-    sources: Mapping[str, Source],
+    sources: Sources,
     out: Path,
     *,
     workers: int | None = None,
@@ -89,8 +88,8 @@ def execute(
                     continue
                 handle = _claimed(path, each.file)
                 handles.callback(os.close, handle)
-                infos = each.file.infos
-                targets += [_Target(op, handle, path, infos[op.name]) for op in each.ops]
+                starts = each.file.starts
+                targets += [_Target(op, handle, path, starts[op.name]) for op in each.ops]
             tensors |= _write_all(targets, sources, workers, scan)
         if len(files) > 1:
             with _refused(out):
@@ -111,7 +110,7 @@ class _Target:
     op: Op
     handle: int
     path: Path
-    info: TensorInfo
+    start: int
 
 
 class _Stopped(Exception):
@@ -119,7 +118,7 @@ class _Stopped(Exception):
 
 
 def _write_all(
-    targets: Sequence[_Target], sources: Mapping[str, Source], workers: int, scan: bool
+    targets: Sequence[_Target], sources: Sources, workers: int, scan: bool
 ) -> dict[str, Written]:
     """Write all tensors with threads; the first error stops every one of them."""
     large, stop = threading.Semaphore(_MAX_LARGE), threading.Event()
@@ -145,11 +144,10 @@ def _write_all(
             raise
 
 
-def _write(
-    target: _Target, sources: Mapping[str, Source], stop: threading.Event, scan: bool
-) -> Written:
+def _write(target: _Target, sources: Sources, stop: threading.Event, scan: bool) -> Written:
     """Write one tensor. Raises ArtifactError if an input differs from its manifest."""
-    op, handle, at, end = target.op, target.handle, target.info.start, target.info.end
+    op, handle, at = target.op, target.handle, target.start
+    end = at + op.nbytes
     written = Written(target.path.name)
     known = _known_hash(op, sources) if op.kind == "copy" else None
     if known is not None and not scan:
@@ -171,13 +169,11 @@ def _write(
         if known not in (None, written.checksum):
             raise ArtifactError(f"{op.source}: its bytes do not match the hash in its manifest")
     # The kernel starts to write the tensor to disk now, so that the final flush is short.
-    os.posix_fadvise(handle, target.info.start, target.info.nbytes, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(handle, target.start, op.nbytes, os.POSIX_FADV_DONTNEED)
     return written
 
 
-def _computed(
-    op: Op, sources: Mapping[str, Source], written: Written
-) -> Iterator[NDArray[np.uint8]]:
+def _computed(op: Op, sources: Sources, written: Written) -> Iterator[NDArray[np.uint8]]:
     """Return the blocks of a tensor, and count what is in them."""
     if op.kind != "compute":
         return _moved(op, sources, written)
@@ -186,7 +182,7 @@ def _computed(
     return compute(op, sources, written)
 
 
-def _moved(op: Op, sources: Mapping[str, Source], written: Written) -> Iterator[NDArray[np.uint8]]:
+def _moved(op: Op, sources: Sources, written: Written) -> Iterator[NDArray[np.uint8]]:
     """Yield the blocks of a tensor that is copied or cast; valid until the next is requested."""
     zero = True
     with opened(op, sources) as reader:
@@ -212,11 +208,10 @@ def _cast(raw: NDArray[np.uint8], op: Op) -> NDArray[np.uint8]:
     return cast_bytes
 
 
-def _known_hash(op: Op, sources: Mapping[str, Source]) -> str | None:
+def _known_hash(op: Op, sources: Sources) -> str | None:
     """Return the source tensor's hash; None if unknown, or if `op` reads only a part of it."""
-    source = sources[op.input]
-    nbytes = sum(extent.nbytes for extent in source.extents(op.key))
-    return source.checksum(op.key) if source_bytes(op) == nbytes else None
+    tensor = tensor_of(op.source, sources)
+    return tensor.hash if source_bytes(op) == tensor.nbytes else None
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -251,13 +246,13 @@ def _in_one_store(source: Path, target: Path) -> bool:
     return artifact_name(folder) == (folder.parent.name, folder.name)
 
 
-def _needs_torch(op: Op, sources: Mapping[str, Source]) -> bool:
+def _needs_torch(op: Op, sources: Sources) -> bool:
     if op.kind == "cast":
         return not casts(op.source_dtype, op.dtype)
     return op.kind == "compute" and fold_term(op, sources) is None
 
 
-def _memory(op: Op, sources: Mapping[str, Source]) -> int:
+def _memory(op: Op, sources: Sources) -> int:
     """Return the bytes of memory that an operation takes in addition to its blocks."""
     if op.kind != "compute":
         return 0
@@ -265,7 +260,7 @@ def _memory(op: Op, sources: Mapping[str, Source]) -> int:
         return size_of_a(term, sources)
     count = 2 * prod(op.read_shape) if needs_full_tensor(op) else 0
     names = (name for term in op.terms for name in operands(term))
-    return 4 * (count + sum(prod(info_of(name, sources).shape) for name in names))
+    return 4 * (count + sum(prod(tensor_of(name, sources).shape) for name in names))
 
 
 def _claimed(path: Path, file: ShardFile) -> int:

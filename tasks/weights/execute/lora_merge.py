@@ -9,7 +9,7 @@ Operations that the kernel does not support, and machines without a compiler, us
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tasks.weights.execute.compute import opened
 from tasks.weights.execute.outcome import Written
 from tasks.weights.files.dtypes import ITEM_BITS, NUMPY, widened
-from tasks.weights.files.source import Reader, Source, extents_of, info_of
+from tasks.weights.files.tensors import Reader, Sources, tensor_of
 from tasks.weights.native import library
 from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan import LowRank, Op, row_blocks
@@ -29,7 +29,7 @@ MEMORY = 7 << 18
 Memory therefore does not grow with a model's width until A alone exceeds it."""
 
 
-def fold_term(op: Op, sources: Mapping[str, Source]) -> LowRank | None:
+def fold_term(op: Op, sources: Sources) -> LowRank | None:
     """Return the operation's only term if the kernel supports it; None if torch has to compute it.
 
     Products of a single row or column are left to torch: BLAS sums them in another order.
@@ -42,21 +42,19 @@ def fold_term(op: Op, sources: Mapping[str, Source]) -> LowRank | None:
     (term,) = op.terms
     if not isinstance(term, LowRank) or term.transpose or term.experts != 1:
         return None
-    a, b = (info_of(name, sources) for name in (term.a, term.b))
+    a, b = (tensor_of(name, sources) for name in (term.a, term.b))
     plain = term.a_rows is None and term.b_columns is None and {a.dtype, b.dtype} <= set(NUMPY)
     kernels = library() if plain and a.shape[0] <= MAX_RANK and b.shape[0] > 1 else None
     return term if kernels is not None and kernels.folds else None
 
 
-def size_of_a(term: LowRank, sources: Mapping[str, Source]) -> int:
+def size_of_a(term: LowRank, sources: Sources) -> int:
     """Return the memory, in bytes, that the term's A takes while its tensor is computed."""
-    info = info_of(term.a, sources)
+    info = tensor_of(term.a, sources)
     return prod(info.shape) * (2 if info.dtype == "BF16" else 4)
 
 
-def fold(
-    op: Op, term: LowRank, sources: Mapping[str, Source], written: Written
-) -> Iterator[NDArray[np.uint8]]:
+def fold(op: Op, term: LowRank, sources: Sources, written: Written) -> Iterator[NDArray[np.uint8]]:
     """Yield the merged tensor's bytes block by block; a block is valid until the next is requested.
 
     Args:
@@ -75,15 +73,15 @@ def fold(
     largest = max(end - first for first, end in blocks)
     base: NDArray[np.uint16] = np.empty((largest, columns), np.uint16)
     out: NDArray[np.uint16] = np.empty((largest, columns), np.uint16)
-    a_info, b_info = (info_of(name, sources) for name in (term.a, term.b))
+    a_info, b_info = (tensor_of(name, sources) for name in (term.a, term.b))
     assert a_info.shape == (b_info.shape[1], columns), "the kernel reads memory by these sizes"
-    with Reader(extents_of(term.a, sources)) as reader:
+    with Reader(tensor_of(term.a, sources).extents) as reader:
         # bf16 stays 16-bit words, which the kernel widens.
         raw = reader.read()
         words = raw.view(np.uint16) if a_info.dtype == "BF16" else widened(raw, a_info.dtype)
         a = words.reshape(a_info.shape)
     row = b_info.shape[1] * ITEM_BITS[b_info.dtype] // 8
-    with opened(op, sources) as source, Reader(extents_of(term.b, sources)) as reader:
+    with opened(op, sources) as source, Reader(tensor_of(term.b, sources).extents) as reader:
         for first, end in blocks:
             count = end - first
             factors = widened(

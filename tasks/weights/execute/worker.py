@@ -9,14 +9,14 @@ process that has the libraries imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.source import Source
+from tasks.weights.files.tensors import Sources
 from tasks.weights.plan import Plan
 from tasks.weights.validate import validate
 
@@ -37,7 +37,7 @@ def perform(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
 
 def write(
     plan: Plan,
-    sources: Mapping[str, Source],
+    sources: Sources,
     out: Path,
     stem: str = WEIGHTS,
     scan: bool = False,

@@ -20,9 +20,8 @@ from typing import Any, Protocol, TypeVar
 from tasks.core.disk import SPACE_HINT
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.weights.files.dtypes import ITEM_BITS
-from tasks.weights.files.header import Header, TensorInfo, read_header
-from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.source import Source
+from tasks.weights.files.reader import WEIGHTS, Header, read_header
+from tasks.weights.files.tensors import Sources, tensor_of
 from tasks.weights.plan import Op, Plan
 
 _ALIGN = 8
@@ -65,7 +64,7 @@ class ShardFile:
 
     name: str
     head: bytes  # length prefix and JSON header, padded so that tensors are aligned
-    infos: Mapping[str, TensorInfo]  # absolute offsets of the tensors by name
+    starts: Mapping[str, int]  # absolute offsets of the tensors by name
     size: int  # size of the whole file in bytes
 
 
@@ -94,7 +93,7 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def lay_out(plan: Plan, sources: Mapping[str, Source], *, stem: str = WEIGHTS) -> list[OutFile]:
+def lay_out(plan: Plan, sources: Sources, *, stem: str = WEIGHTS) -> list[OutFile]:
     """Return the output files of a plan, in order."""
     shards: list[Sequence[Op]]
     if plan.shards is not None:
@@ -109,14 +108,14 @@ def lay_out(plan: Plan, sources: Mapping[str, Source], *, stem: str = WEIGHTS) -
     ]
 
 
-def _same_file(ops: Sequence[Op], sources: Mapping[str, Source]) -> Path | None:
+def _same_file(ops: Sequence[Op], sources: Sources) -> Path | None:
     """Return the input file with exactly these tensors, unchanged and with known hashes."""
     paths: set[Path] = set()
     for op in ops:
-        source = sources[op.input]
-        extents = source.extents(op.key)
+        tensor = tensor_of(op.source, sources)
+        extents = tensor.extents
         plain = op.kind == "copy" and op.name == op.key and op.start == 0 and len(extents) == 1
-        if not plain or source.checksum(op.key) is None or extents[0].nbytes != op.nbytes:
+        if not plain or tensor.hash is None or extents[0].nbytes != op.nbytes:
             return None
         paths.add(extents[0].path)
     path = paths.pop() if len(paths) == 1 else None
@@ -173,11 +172,8 @@ def shard_file(name: str, tensors: Sequence[Planned]) -> ShardFile:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)
     start = 8 + len(text)
-    infos = {
-        tensor.name: TensorInfo(tensor.shape, tensor.dtype, start + first, start + last)
-        for tensor, (first, last) in zip(ordered, pairwise(ends), strict=True)
-    }
-    return ShardFile(name, struct.pack("<Q", len(text)) + text, infos, start + ends[-1])
+    starts = {tensor.name: start + at for tensor, at in zip(ordered, ends, strict=False)}
+    return ShardFile(name, struct.pack("<Q", len(text)) + text, starts, start + ends[-1])
 
 
 def write_index(root: Path, files: Sequence[OutFile], stem: str = WEIGHTS) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.reader import OTHER_WEIGHTS, index_of, read_single, survey, weight_files
+from tasks.weights.files.reader import OTHER_WEIGHTS, index_of, read_header, survey, weight_files
 from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, side_files
 
 CONFIG = "config.json"
@@ -54,7 +54,7 @@ def inspect_checkpoint(folder: Path) -> ModelFolder:
         return checkpoint
     others = [path.name for path in weight_files(folder, *OTHER_WEIGHTS)]
     tensors, problems = survey(
-        folder, SINGLE, lambda path: read_single(path).tensors, beside=others
+        folder, SINGLE, lambda path: read_header(path).tensors, beside=others
     )
     checkpoint.problems += problems
     checkpoint.tensors = len(tensors)

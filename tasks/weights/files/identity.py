@@ -82,9 +82,9 @@ def sample(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     source = open_model(folder)
-    for name, info in sorted(source.tensors.items()):
+    for name, info in sorted(source.items()):
         digest.update(f"{name} {info.shape} {info.dtype}".encode())
-        for extent in source.extents(name):
+        for extent in info.extents:
             with extent.path.open("rb") as file:
                 step = max(1, extent.nbytes // _SAMPLES)
                 for at in range(0, extent.nbytes, step):

@@ -1,24 +1,33 @@
-"""Open a folder of weight files as a source of tensors.
+"""Open a folder of weight files as tensors.
 
-    checkpoint = read_checkpoint(folder)
-    checkpoint.tensors["lm_head.weight"].shape
-    checkpoint.extents("lm_head.weight")        # a range of a file
+    tensors = read_checkpoint(folder)
+    tensors["lm_head.weight"].shape
+    tensors["lm_head.weight"].extents        # a range of a file
 
 Reads headers and the index only, and reports all problems of the folder in one error. safetensors
 and torch's `.bin` files both name the index after the single file.
+
+A safetensors file has 8 bytes of little-endian header length, a JSON header, then the tensor bytes.
+The safetensors library checks it: every tensor has the size that shape and dtype imply, and tensors
+fill the file without gap or overlap. It tells no offsets, so the header is parsed here as well.
 """
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.files import open_regular
 from tasks.weights.files.documents import MANIFEST, read_json, read_manifest
-from tasks.weights.files.header import read_header
+from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.names import without_wrappers
-from tasks.weights.files.source import Extent, FullTensor, FullTensors
+from tasks.weights.files.tensors import Extent, Tensor, Tensors
 
 WEIGHTS = "model"
 ADAPTER = "adapter_model"
@@ -29,31 +38,45 @@ OTHER_WEIGHTS = (
 """File names that a loader that picks weights by glob would take for part of the model."""
 _MAX_NAME = 255
 """Longest file name of common file systems, in bytes."""
-Tensors = Mapping[str, FullTensor]
 
 
 @dataclass(frozen=True)
-class Checkpoint(FullTensors):
-    """An opened folder of safetensors files; keys have no prefixes of wrappers."""
+class Header:
+    """Header of one file: its tensors in file order, `__metadata__`, offset of the first tensor."""
 
-    root: Path
-
-    @property
-    def files(self) -> dict[str, str]:
-        """File name by key."""
-        return {key: tensor.extents[0].path.name for key, tensor in self.tensors.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    data_start: int
 
 
-def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()) -> Checkpoint:
+def read_header(path: Path) -> Header:
+    """Read and check the header of one safetensors file. Raises ArtifactError."""
+    try:
+        with open_regular(path) as file, safe_open(path, framework="numpy"):
+            (length,) = struct.unpack("<Q", file.read(8))
+            entries = json.loads(file.read(length))
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: truncated, damaged or not safetensors: {error}") from error
+    metadata = entries.pop("__metadata__", None) or {}
+    start, tensors = 8 + length, {}
+    for name, entry in entries.items():
+        if not name.isprintable():  # it would reach terminals, logs and file names
+            raise ArtifactError(f"{path}: a tensor's name has control characters: {name!a:.200}")
+        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        if dtype not in ITEM_BITS:
+            raise ArtifactError(f"{path}: {name} has unknown dtype {dtype}, shape {list(shape)}")
+        begin, end = entry["data_offsets"]
+        tensors[name] = Tensor(shape, dtype, (Extent(path, start + begin, end - begin),))
+    return Header(tensors, metadata, start)
+
+
+def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()) -> Tensors:
     """Read the headers of a folder with `<stem>.safetensors`, or its index and the files it names.
 
-    Weight files in `beside` are not part of this checkpoint, and no finding. Raises ArtifactError
-    with all findings, also about stray weight files.
+    Keys have no prefixes of wrappers. Weight files in `beside` are not part of this checkpoint, and
+    no finding. Raises ArtifactError with all findings, also about stray weight files.
     """
     single = f"{stem}.safetensors"
     hint = f"expected {single}, or {index_of(single)} and its files"
@@ -61,21 +84,16 @@ def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] 
 
     def read(path: Path) -> Tensors:
         known = hashes.get(path.name, {})
-        return {key: replace(t, hash=known.get(key)) for key, t in _read_file(path).items()}
+        tensors = read_header(path).tensors
+        return {key: replace(tensor, hash=known.get(key)) for key, tensor in tensors.items()}
 
-    return Checkpoint(read_files(root, single, read, hint, beside=beside), root)
-
-
-def read_single(path: Path) -> Checkpoint:
-    """Read the header of one safetensors file. Raises ArtifactError."""
-    return Checkpoint(_read_file(path), path.parent)
+    return read_files(root, single, read, hint, beside=beside)
 
 
-def _read_file(path: Path) -> Tensors:
-    return {
-        key: FullTensor(info.shape, info.dtype, (Extent(path, info.start, info.nbytes),))
-        for key, info in read_header(path).tensors.items()
-    }
+def files_of(tensors: Tensors) -> dict[str, str]:
+    """Return the name of the safetensors file by key; tensors of other files are left out."""
+    paths = {key: tensor.extents[0].path for key, tensor in tensors.items() if tensor.extents}
+    return {key: path.name for key, path in paths.items() if path.suffix == ".safetensors"}
 
 
 def _manifest_hashes(root: Path) -> dict[str, dict[str, str]]:
@@ -159,7 +177,7 @@ def survey(
                 files[name] = read(root / name)
             except ArtifactError as error:
                 findings += [f"{name}: {detail}" for detail in error.details] or [error.message]
-    tensors: dict[str, FullTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, of_file in files.items():
         findings += [f"{key}: in {name} and in another file" for key in of_file if key in tensors]
         tensors |= of_file

@@ -1,7 +1,7 @@
 """Read files that `torch.save` wrote, with every tensor as a byte range of a file.
 
 read_torch_file(path)      any object
-read_state(path)           a state dict, as a `Source`
+read_state(path)           a state dict, as a `Tensors`
 read_model(folder)         pytorch_model.bin, or its index and the files it names
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, TORCH_NAMES
 from tasks.weights.files.reader import index_of, read_files, weight_files
-from tasks.weights.files.source import Extent, FullTensor, FullTensors
+from tasks.weights.files.tensors import Extent, Tensor, Tensors
 from tasks.weights.pickled.archive import Archive, read_archive
 from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
 
@@ -183,7 +183,7 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_SIZE
 
 
-def read_state(path: Path) -> FullTensors:
+def read_state(path: Path) -> Tensors:
     """Open a pickled state dict.
 
     Raises ArtifactError if it is not a flat dictionary of tensors, or tensors have no elements, as
@@ -201,7 +201,7 @@ def read_state(path: Path) -> FullTensors:
             hint=unnesting(path, key),
         )
     findings: list[str] = []
-    tensors: dict[str, FullTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, TensorRef):
             findings.append(f"{name!r}: not a tensor")
@@ -210,7 +210,7 @@ def read_state(path: Path) -> FullTensors:
         elif not value.contiguous:
             findings.append(f"{name}: strides {list(value.stride)} of shape {list(value.shape)}")
         else:
-            tensors[name] = FullTensor(value.shape, value.dtype, (value.extent(),))
+            tensors[name] = Tensor(value.shape, value.dtype, (value.extent(),))
     if findings or not content:
         findings = findings or ["it is empty"]
         raise ArtifactError(
@@ -218,7 +218,7 @@ def read_state(path: Path) -> FullTensors:
             details=findings[:_SHOWN],
             hint=_AGAIN,
         )
-    return FullTensors(tensors)
+    return tensors
 
 
 def nested_in(content: Mapping[Any, Any]) -> str:
@@ -243,12 +243,10 @@ def is_pickled_model(root: Path) -> bool:
     return pickled and not weight_files(root, "model*.safetensors", "model*.safetensors.index.json")
 
 
-def read_model(root: Path, *, beside: Collection[str] = ()) -> FullTensors:
+def read_model(root: Path, *, beside: Collection[str] = ()) -> Tensors:
     """Open a model in `pytorch_model.bin`, or in the files that its index names.
 
     The caller reads the weight files in `beside` itself. Raises ArtifactError with all findings.
     """
     hint = f"expected {MODEL}, or {index_of(MODEL)} and its files; or {_AGAIN}"
-    return FullTensors(
-        read_files(root, MODEL, lambda path: read_state(path).tensors, hint, beside=beside)
-    )
+    return read_files(root, MODEL, read_state, hint, beside=beside)

@@ -5,8 +5,7 @@ source         `read_base`: a base stored in bitsandbytes' NF4 or FP4, or in fp8
 bnb4, fp8      find, check and decode matrices in 4 bits, and in 8-bit floats with scales
 config_fields  how weights are stored, from config.json
 nf4            quantize a base to 4 bits and back, as QLoRA training did
-quantize       8 bits by compressed-tensors; contract of all quantized models
-gptq           4 bits by llm-compressor, a program in an environment of its own
+quantize       8 bits by compressed-tensors
 
 A merge writes an ordinary model: `quantization_config` is removed from its config.json.
 """

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from tasks.core.contract import describe
 from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, cast
-from tasks.weights.files.reader import Checkpoint
-from tasks.weights.files.source import Reader
+from tasks.weights.files.tensors import Reader, Tensors
 from tasks.weights.quantized.fp8 import Packed
 
 STATE = ".quant_state."
@@ -61,7 +60,7 @@ _CLOSE = 1e-6
 """Tolerance with which bitsandbytes compares two tables."""
 
 
-def read_states(checkpoint: Checkpoint) -> tuple[dict[str, Packed], list[str]]:
+def read_states(checkpoint: Tensors) -> tuple[dict[str, Packed], list[str]]:
     """Find the packed matrices of a checkpoint; reads headers, their JSON and their 16 values.
 
     Returns the packing by key, and one line for every matrix that cannot be decoded.
@@ -74,17 +73,17 @@ def read_states(checkpoint: Checkpoint) -> tuple[dict[str, Packed], list[str]]:
             matrices[key] = _packed(checkpoint, key, sides)
         except (ValueError, RecursionError) as error:
             findings.append(f"{key}: {error}")
-    for key, info in checkpoint.tensors.items():
+    for key, info in checkpoint.items():
         if key not in owners and info.dtype in ("U8", "I8") and key.split(".")[-1] == "weight":
             stored = describe(info.shape, info.dtype)
             findings.append(f"{key}: {stored} without {_SCALES} and {STATE}*")
     return matrices, findings
 
 
-def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
+def _owners(checkpoint: Tensors) -> dict[str, list[str]]:
     """Return the keys of packed matrices, each with the suffixes of the keys that belong to it."""
     owners: dict[str, list[str]] = {}
-    for key in checkpoint.tensors:
+    for key in checkpoint:
         owner, dot, rest = key.partition(STATE)
         suffix = dot + rest
         if not dot:
@@ -95,9 +94,9 @@ def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
     return owners
 
 
-def _packed(checkpoint: Checkpoint, key: str, sides: list[str]) -> Packed:
+def _packed(checkpoint: Tensors, key: str, sides: list[str]) -> Packed:
     """Return the packing of a matrix. Raises ValueError: a part is absent or does not fit."""
-    tensors = checkpoint.tensors
+    tensors = checkpoint
     names = [suffix for suffix in sides if suffix.startswith(STATE)]
     if len(names) != 1 or names[0] not in _STATES:
         raise ValueError(f"{STATE}* is {names or 'absent'}, one of {[*_STATES]} is known")
@@ -152,8 +151,8 @@ def _packing(state: Any, kind: str) -> dict[str, Any]:
     }
 
 
-def _read(checkpoint: Checkpoint, key: str) -> NDArray[np.uint8]:
-    with Reader(checkpoint.extents(key)) as reader:
+def _read(checkpoint: Tensors, key: str) -> NDArray[np.uint8]:
+    with Reader(checkpoint[key].extents) as reader:
         return reader.read()
 
 

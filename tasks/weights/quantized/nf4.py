@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtypes import DTYPE_NAMES, casts, widened
-from tasks.weights.files.reader import Checkpoint
-from tasks.weights.files.source import Reader
+from tasks.weights.files.tensors import Reader, Tensors
 from tasks.weights.quantized.bnb4 import LEVELS, unpack
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ LOST_OVERRIDE = "peft=lora, or model.path=<the base before that training>"
 """Parts of the error for such a base: reason (`LOST_ALLOWED`), and what to type."""
 
 
-def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
+def lost_in_4_bits(checkpoint: Tensors) -> str | None:
     """Find a matrix whose values lie close to NF4's, as in a merged QLoRA model.
 
     Such a matrix is a dequantized one plus a small change, and NF4 rounds most of that change away.
@@ -60,7 +59,7 @@ def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
     matrix and its relative quantization error as text, or None.
     """
     for name in _sample(checkpoint):
-        info = checkpoint.tensors[name]
+        info = checkpoint[name]
         count = math.prod(info.shape)
         with Reader(info.extents) as reader:
             raw = reader.read(0, min(count, _SAMPLED) * (info.nbytes // max(1, count)))
@@ -71,10 +70,10 @@ def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _sample(checkpoint: Checkpoint) -> list[str]:
+def _sample(checkpoint: Tensors) -> list[str]:
     """Return matrices of the first, middle and last layer of each stack; one expert per layer."""
     stacks: dict[str, dict[int, dict[str, str]]] = {}
-    for name, info in checkpoint.tensors.items():
+    for name, info in checkpoint.items():
         match = _LAYER.fullmatch(name)
         if match and len(info.shape) == 2 and casts(info.dtype, "F32"):
             layer = stacks.setdefault(match["stack"], {}).setdefault(int(match["layer"]), {})

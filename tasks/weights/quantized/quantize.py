@@ -103,29 +103,19 @@ def quantized_size(nbytes: int, linear: int, convert: Mapping[str, Any]) -> int:
     scheme = convert["quantize"]
     if scheme.startswith(GGUF):  # embeddings and head, too
         return int(nbytes * GGUF_BITS[scheme.removeprefix(GGUF)] / 16)
-    bits = 8.0 if scheme in SCHEMES else 4 + 16 / convert["group_size"]
-    return nbytes - int(linear * (2 - bits / 8))
+    return nbytes - linear
 
 
-def quantized_contract(facts: Model, scheme: str, *, group: int = 128) -> list[Expected]:
-    """Return the tensors that the quantized checkpoint must contain.
-
-    `scheme` is "w8a8", "fp8", or "w4a16" with a scale for every `group` numbers of a row.
-    """
+def quantized_contract(facts: Model, scheme: str) -> list[Expected]:
+    """Return the tensors that the quantized checkpoint must contain."""
     contract: list[Expected] = []
     for tensor in facts.tensors:
         name = tensor.name
         if name not in facts.quantized:
             contract.append(tensor)
             continue
-        rows, columns = tensor.shape
-        if scheme in SCHEMES:
-            contract.append(replace(tensor, dtype=SCHEMES[scheme].dtype))
-            contract.append(Expected(name + SCALE, (rows, 1), SCALE_DTYPE))
-        else:  # 8 numbers to an int32
-            contract.append(Expected(f"{name}_packed", (rows, -(-columns // 8)), "I32"))
-            contract.append(Expected(name + SCALE, (rows, columns // group), tensor.dtype))
-            contract.append(Expected(f"{name}_shape", (2,), "I64"))
+        contract.append(replace(tensor, dtype=SCHEMES[scheme].dtype))
+        contract.append(Expected(name + SCALE, (tensor.shape[0], 1), SCALE_DTYPE))
     return contract
 
 

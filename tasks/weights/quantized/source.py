@@ -14,8 +14,8 @@ from tasks.core.contract import TensorLike
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, widened
-from tasks.weights.files.reader import Checkpoint, read_checkpoint
-from tasks.weights.files.source import Extent, FullTensor, Reader, Source
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.tensors import Extent, Reader, Sources, Tensor, Tensors
 from tasks.weights.pickled.tensors import is_pickled_model, read_model
 from tasks.weights.plan import Plan
 from tasks.weights.quantized.bnb4 import STATE, decode, read_states
@@ -47,31 +47,22 @@ _CONV1D = {
 """Linear layers stored as (in, out), by model type; transformers packs their transpose."""
 
 
-class PackedCheckpoint(Checkpoint):
-    """An opened checkpoint whose packed matrices look decoded; keys of their parts are not shown.
-
-    The ranges of such a matrix are those of its parts, one after the other, and a plan has to
-    decode them (`decoding`).
-    """
-
-
-Base = Checkpoint
-
-
-def read_base(root: Path) -> Checkpoint:
+def read_base(root: Path) -> Tensors:
     """Read the headers of a full model's folder, stored plainly, in bitsandbytes' 4 bits or in fp8.
 
+    Packed matrices look decoded, and keys of their parts are left out. The ranges of such a matrix
+    are those of its parts, one after the other, and a plan has to decode them (`decoding`).
     Raises ArtifactError with all findings: another quantization, matrices without their parts.
     """
     path = root / "config.json"
     config = read_json(path) if path.is_file() else {}
     require_decodable(config, root)
     whole = read_checkpoint(root)
-    if is_fp8(config) or any(info.dtype == DTYPE for info in whole.tensors.values()):
+    if is_fp8(config) or any(info.dtype == DTYPE for info in whole.values()):
         kind, hint = "fp8", remedy(root)
-        findings = fp8_findings(whole.tensors, config)
-        packed, _ = read_scales(whole.tensors, config)
-    elif is_packed(config) or any(STATE in key for key in whole.tensors):
+        findings = fp8_findings(whole, config)
+        packed, _ = read_scales(whole, config)
+    elif is_packed(config) or any(STATE in key for key in whole):
         kind, hint = "4-bit", "save it again with save_pretrained, or give the same model in bf16"
         packed, findings = read_states(whole)
         if not is_packed(config):
@@ -90,24 +81,24 @@ def read_base(root: Path) -> Checkpoint:
             hint=hint,
         )
     sides = {side for matrix in packed.values() for side in matrix.sides}
-    sides |= set(filter(is_activation_scale, whole.tensors)) if kind == "fp8" else set()
-    tensors = {key: info for key, info in whole.tensors.items() if key not in sides}
+    sides |= set(filter(is_activation_scale, whole)) if kind == "fp8" else set()
+    tensors = {key: info for key, info in whole.items() if key not in sides}
     for key, (packing, sides_of) in packed.items():
         turned = kind == "4-bit" and _is_conv1d(key, config)
         # Tables of values and JSON come last: they are not decoded, but belong to the matrix.
         parts = [key + suffix for suffix, _ in packing["parts"]]
         parts += [side for side in sides_of if side not in parts]
         shape = tuple(packing["shape"])
-        tensors[key] = FullTensor(
+        tensors[key] = Tensor(
             shape[::-1] if turned else shape,
             DTYPE_NAMES[packing["dtype"]],
-            tuple(extent for part in parts for extent in whole.extents(part)),
+            tuple(extent for part in parts for extent in whole[part].extents),
             packed={**packing, "turned": turned},
         )
-    return PackedCheckpoint(tensors, root)
+    return tensors
 
 
-def open_model(root: Path) -> Source:
+def open_model(root: Path) -> Tensors:
     """Open a full model, headers only: safetensors (plain or quantized) or `.bin` files."""
     return read_model(root) if is_pickled_model(root) else read_base(root)
 
@@ -127,7 +118,7 @@ def _is_conv1d(key: str, config: Mapping[str, Any]) -> bool:
     return key.removesuffix(".weight").rpartition(".")[2] in names
 
 
-def decoding(plan: Plan, sources: Mapping[str, Source]) -> Plan:
+def decoding(plan: Plan, sources: Sources) -> Plan:
     """Return the same plan, in which operations on packed matrices decode them.
 
     The stored 4 bits are those that training used, so nothing else is quantized, and there is no
@@ -140,9 +131,9 @@ def decoding(plan: Plan, sources: Mapping[str, Source]) -> Plan:
     return replace(plan, ops=tuple(ops))
 
 
-def packing(source: Source, key: str) -> Mapping[str, Any] | None:
+def packing(source: Tensors, key: str) -> Mapping[str, Any] | None:
     """Return `Op.packed` for operations on this tensor; None for a plain tensor."""
-    packed: Mapping[str, Any] | None = getattr(source.tensors.get(key), "packed", None)
+    packed: Mapping[str, Any] | None = getattr(source.get(key), "packed", None)
     return packed
 
 

@@ -188,9 +188,9 @@ def merge(
     total = changes(read, facts)
     require_values([adapter for adapter, _ in read], total.copies)
     sources = {"base": read_checkpoint(base), **{a.name: a.tensors for a, _ in read}}
-    operands = {f"{a.name}:{k}": info for a, _ in read for k, info in a.tensors.tensors.items()}
+    operands = {f"{a.name}:{k}": info for a, _ in read for k, info in a.tensors.items()}
     settings = MergeSettings(rounding=rounding, dtype=dtype)
-    plan = plan_merge(sources["base"].tensors, facts, total, operands, settings)
+    plan = plan_merge(sources["base"], facts, total, operands, settings)
     validate(plan, sources)
     out.mkdir()
     done = execute(plan, sources, out, workers=1)

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from tasks.core.errors import ContractError
 from tasks.weights.execute.execute import execute
-from tasks.weights.files.header import TensorInfo, read_header
-from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.reader import read_checkpoint, read_header
+from tasks.weights.files.tensors import Tensor
 from tasks.weights.gather import plan_full
 from tasks.weights.lora import changes, read_adapter
 from tasks.weights.merge import plan_merge
@@ -32,7 +32,7 @@ from tests.weights.families.making import (
 from tests.weights.making import Spread, state_of, write_shards
 
 Rename = Callable[[str], str]
-Change = Callable[[dict[str, TensorInfo]], None]
+Change = Callable[[dict[str, Tensor]], None]
 
 
 def _sub(pattern: str, to: str) -> Rename:
@@ -111,12 +111,12 @@ def _planned(base: Path, adapter: Path, change: Change) -> None:
     change(header)
     facts: Model = model_facts(base, disk={key: info.shape for key, info in header.items()})
     lora = read_adapter(adapter)
-    operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
+    operands = {f"adapter:{key}": info for key, info in lora.tensors.items()}
     plan_merge(header, facts, changes([(lora, 1.0)], facts), operands)
 
 
 def _drop(pattern: str) -> Change:
-    def change(header: dict[str, TensorInfo]) -> None:
+    def change(header: dict[str, Tensor]) -> None:
         for key in [key for key in header if re.search(pattern, key)]:
             del header[key]
 
@@ -124,8 +124,8 @@ def _drop(pattern: str) -> Change:
 
 
 def _enter(key: str, shape: tuple[int, ...], dtype: str = "BF16"):
-    def change(header: dict[str, TensorInfo]) -> None:
-        header[key] = TensorInfo(shape, dtype, 0, 0)
+    def change(header: dict[str, Tensor]) -> None:
+        header[key] = Tensor(shape, dtype)
 
     return change
 
@@ -208,9 +208,9 @@ def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
     parts = read_partitions(tmp_path)
     (tmp_path / "out").mkdir()
     weights = read_checkpoint(base)
-    plan = plan_full(parts.tensors, model_facts(base), base=weights.tensors)
+    plan = plan_full(parts.tensors, model_facts(base), base=weights)
     used = {op.input for op in plan.ops}
-    sources = {"trained": parts, **({"base": weights} if "base" in used else {})}
+    sources = {"trained": parts.tensors, **({"base": weights} if "base" in used else {})}
     validate(plan, sources)
     execute(plan, sources, tmp_path / "out", workers=1)
     wanted, actual = state_of(base), state_of(tmp_path / "out")

@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.files import dtypes
 from tasks.weights.files.dtypes import NUMPY, cast, casts, torch_dtype
-from tasks.weights.files.header import read_header
 from tasks.weights.files.names import live_to_peft, parse_peft, rename_all
-from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.files.source import Source
+from tasks.weights.files.reader import read_checkpoint, read_header
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.pickled.tensors import is_pickled_model, read_model
 from tasks.weights.quantized.source import open_model
 from tests.tiny import tiny
@@ -67,7 +66,9 @@ def test_altered_bytes_give_an_error_or_what_safetensors_reads(tmp_path, good, d
         assert set(file.keys()) == set(tensors)
         for name, info in tensors.items():
             assert info.shape == tuple(file.get_slice(name).get_shape())
-            assert bytes(raw[info.start : info.end]) == file.get_tensor(name).tobytes()
+            (extent,) = info.extents
+            stored = bytes(raw[extent.start : extent.start + extent.nbytes])
+            assert stored == file.get_tensor(name).tobytes()
 
 
 BAD: list[object] = [
@@ -197,7 +198,7 @@ class Format:
     stem: str
     suffix: str
     save: Callable[[dict[str, torch.Tensor], Path], None]
-    read: Callable[[Path], Source]
+    read: Callable[[Path], Tensors]
 
     @property
     def first(self) -> str:
@@ -247,13 +248,13 @@ def _findings(folder: Path, kind: Format) -> str:
 
 def test_tensors_of_all_files_and_dtypes(folder: Path, kind: Format) -> None:
     checkpoint = open_model(folder)
-    assert set(checkpoint.tensors) == {*ONE, *TWO}
+    assert set(checkpoint) == {*ONE, *TWO}
     for name, tensor in (ONE | TWO).items():
-        assert checkpoint.tensors[name].shape == tuple(tensor.shape)
-        assert torch_dtype(checkpoint.tensors[name].dtype) == tensor.dtype
+        assert checkpoint[name].shape == tuple(tensor.shape)
+        assert torch_dtype(checkpoint[name].dtype) == tensor.dtype
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         assert read(checkpoint, name) == raw
-        (extent,) = checkpoint.extents(name)
+        (extent,) = checkpoint[name].extents
         assert extent.path.name == (kind.first if name in ONE else kind.second)
 
 
@@ -292,7 +293,7 @@ def test_broken_indexes_and_files_are_named(folder: Path, kind: Format) -> None:
 
 
 def test_other_folders_are_refused_by_the_name_of_their_files(tmp_path: Path) -> None:
-    def refused(read: Callable[[Path], Source], name: str) -> None:
+    def refused(read: Callable[[Path], Tensors], name: str) -> None:
         with pytest.raises(ArtifactError) as caught:
             read(tmp_path)
         assert name in caught.value.details[0]

@@ -50,7 +50,7 @@ def pack(
 def decode_all(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Decode the whole base: plan and execution."""
     sources = {"base": read_base(folder)}
-    tensors = sources["base"].tensors
+    tensors = sources["base"]
     ops = [Op(k, tuple(t.shape), t.dtype, f"base:{k}", t.dtype) for k, t in tensors.items()]
     plan = decoding(Plan(tuple(ops)), sources)
     validate(plan, sources)

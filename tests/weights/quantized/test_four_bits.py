@@ -136,7 +136,7 @@ def test_layers_of_gpt2_are_transposed(tmp_path: Path) -> None:
     settings = MergeSettings(quantization=quantization, quantized=frozenset(facts.quantized))
     sources = {"base": read_base(plain)}
     unchanged = Changes({}, {}, {}, (), (), {}, ())
-    plan = plan_merge(sources["base"].tensors, facts, unchanged, {}, settings)
+    plan = plan_merge(sources["base"], facts, unchanged, {}, settings)
     validate(plan, sources)
     (tmp_path / "merged").mkdir()
     execute(plan, sources, tmp_path / "merged")

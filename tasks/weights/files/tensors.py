@@ -1,8 +1,7 @@
-"""The interface of a source of tensors, whatever the format of its files, and a reader of ranges.
+"""Tensors as ranges of files, whatever the format of the files, and a reader of ranges.
 
-A safetensors folder, the partitions of ranks, a DeepSpeed checkpoint and a pickled state dict all
-tell which tensors they hold and in which ranges of which files. So one engine reads them all, and
-never loads one as a whole.
+A safetensors folder, the partitions of ranks, a DeepSpeed checkpoint and a pickled state dict are
+all opened as `Tensors`. So one engine reads them all, and never loads one as a whole.
 
 Ranges are read with `pread`, never with `mmap`: mapped pages count as memory of the process, and a
 file that shrinks under a mapping kills the process with SIGBUS; a short `pread` can be reported.
@@ -14,15 +13,14 @@ import errno
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.contract import TensorLike
 from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
 
@@ -42,15 +40,15 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class FullTensor:
-    """A full tensor: shape, dtype (safetensors name), and its byte ranges in order.
+class Tensor:
+    """A tensor in files: shape, dtype (safetensors name), and its byte ranges in C order.
 
     A quantized matrix is shown decoded: `packed` is how to decode its ranges (`Op.packed`).
     """
 
     shape: tuple[int, ...]
     dtype: str
-    extents: tuple[Extent, ...]
+    extents: tuple[Extent, ...] = ()
     hash: str | None = None  # BLAKE3 of its bytes, if an intact manifest states it
     packed: Mapping[str, Any] | None = None
 
@@ -60,74 +58,29 @@ class FullTensor:
         return sum(extent.nbytes for extent in self.extents)
 
 
-class Source(Protocol):
-    """Tensors in files: shape and dtype (safetensors name) by key."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorLike]: ...
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the ranges that, concatenated, are the tensor's bytes in C order."""
-
-    def checksum(self, name: str) -> str | None:
-        """Return the BLAKE3 hash of the tensor's bytes; None if no trusted manifest states it."""
+Tensors = Mapping[str, Tensor]
+"""Tensors by key, whatever the format of their files; all readers return them."""
+Sources = Mapping[str, Tensors]
+"""Inputs of a plan by name."""
 
 
-@dataclass(frozen=True)
-class FullTensors:
-    """A source whose tensors know their ranges."""
-
-    tensors: Mapping[str, FullTensor]
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the ranges of a tensor."""
-        return self.tensors[name].extents
-
-    def checksum(self, name: str) -> str | None:
-        """Return the hash of a tensor, if it is known."""
-        return self.tensors[name].hash
+def size_of(tensors: Tensors) -> int:
+    """Return the size of all tensors in bytes."""
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
-@dataclass(frozen=True)
-class Renamed:
-    """A source with other keys: `names` has the original key by new key, others are left out."""
-
-    whole: Source
-    names: Mapping[str, str]
-    tensors: Mapping[str, TensorLike] = field(init=False)
-
-    def __post_init__(self) -> None:
-        tensors = {key: self.whole.tensors[name] for key, name in self.names.items()}
-        object.__setattr__(self, "tensors", tensors)
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the ranges of the original tensor."""
-        return self.whole.extents(self.names[name])
-
-    def checksum(self, name: str) -> str | None:
-        """Return the hash of the original tensor, if it is known."""
-        return self.whole.checksum(self.names[name])
-
-
-def info_of(name: str, sources: Mapping[str, Source]) -> TensorLike:
-    """Return shape and dtype of the tensor "<input>:<key>", which must exist."""
+def tensor_of(name: str, sources: Sources) -> Tensor:
+    """Return the tensor "<input>:<key>", which must exist."""
     source, _, key = name.partition(":")
-    return sources[source].tensors[key]
+    return sources[source][key]
 
 
-def extents_of(name: str, sources: Mapping[str, Source]) -> Sequence[Extent]:
-    """Return the byte ranges of the tensor "<input>:<key>", which must exist."""
-    source, _, key = name.partition(":")
-    return sources[source].extents(key)
-
-
-def find(name: str, sources: Mapping[str, Source]) -> TensorLike | str:
+def find(name: str, sources: Sources) -> Tensor | str:
     """Return the tensor "<input>:<key>"; or, if there is none, a text that says why."""
     source, _, key = name.partition(":")
     if source not in sources:
         return f"{name}: no input {source!r} (inputs: {', '.join(sources) or 'none'})"
-    tensor = sources[source].tensors.get(key)
-    return f"{source} has no {key}" if tensor is None else tensor
+    return sources[source].get(key, f"{source} has no {key}")
 
 
 def part(extents: Sequence[Extent], start: int, nbytes: int) -> list[Extent]:

@@ -29,7 +29,8 @@ from tasks.weights.files.documents import read_json, read_text
 from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.reader import index_of, is_plain_name, read_header
 from tasks.weights.files.side_files import entry_problem
-from tasks.weights.pickled.tensors import TensorRef, nested_in, read_torch_file
+from tasks.weights.files.tensors import Tensor
+from tasks.weights.pickled.torch_file import nested_in, read_torch_file
 
 MAX_ENTRIES = 50_000
 """Most files and folders that are listed."""
@@ -270,11 +271,11 @@ def _pickle(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:
         raise ArtifactError(f"{path}: contains a {type(content).__name__}, not a state dict")
     if key := nested_in(content):
         raise ArtifactError(f"{path}: a trainer's checkpoint: save what is under the key {key!r}")
-    refs = {str(key): ref for key, ref in content.items() if isinstance(ref, TensorRef)}
+    refs = {str(key): ref for key, ref in content.items() if isinstance(ref, Tensor)}
     into.others[name] = tuple(str(key) for key in content if str(key) not in refs)
     tensors = {}
     for key, ref in refs.items():
         nbytes = ref.numel * ITEM_BITS[ref.dtype] // 8
-        start = ref.extent().start if ref.contiguous else -1
+        start = ref.extents[0].start if ref.extents else -1
         tensors[key] = StoredTensor(name, ref.shape, ref.dtype, start, nbytes)
     return tensors

@@ -30,7 +30,7 @@ from tasks.core.errors import ArtifactError
 from tasks.core.files import link_problem
 from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import parse_json
-from tasks.weights.pickled.tensors import read_torch_file
+from tasks.weights.pickled.torch_file import read_torch_file
 from tasks.weights.pickled.unpickler import Foreign, Global
 
 _MAX_BYTES = 4 << 20

@@ -32,7 +32,12 @@ from tasks.weights.lora import Adapter, read_adapter
 from tasks.weights.lora_config import parse_config
 from tasks.weights.model import Model, model_facts
 from tasks.weights.plan import Dropped, Op, Plan, as_is
-from tasks.weights.quantized.config_fields import is_decodable, refusal, without_quantization
+from tasks.weights.quantized.config_fields import (
+    is_decodable,
+    refusal,
+    remedy,
+    without_quantization,
+)
 from tasks.weights.quantized.source import open_model
 from tasks.weights.rounding import Rounding
 from tasks.weights.shards import Partitions, read_partitions
@@ -106,10 +111,9 @@ class Work:
 def require_plain(folder: Path, key: str) -> dict[str, Any]:
     """Return the config.json of a model; for 4 bits and fp8, that of the decoded model."""
     config = read_json(folder / "config.json")
-    refused = refusal(config, folder)
-    if refused is not None:
-        hint = f"{key}={refused.remedy.removeprefix('base=')}"
-        raise ConfigError(f"{key}={folder}: {refused.text}", hint=hint)
+    if refused := refusal(config):
+        hint = f"{key}={remedy(folder).removeprefix('base=')}"
+        raise ConfigError(f"{key}={folder}: {refused}", hint=hint)
     return without_quantization(config) if is_decodable(config) else config
 
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.names import parse_peft, unwrap
 from tasks.weights.files.tensors import Extent, Tensor, Tensors
-from tasks.weights.pickled.archive import read_archive
-from tasks.weights.pickled.tensors import DTYPES, TensorRef, is_shape, read_tensors
+from tasks.weights.pickled.torch_file import DTYPES, is_shape, read_archive, read_object
 from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
 
 METADATA, FILES = ".metadata", "*.distcp"
@@ -103,7 +102,7 @@ class _Item(NamedTuple):
     length: int
 
 
-Shards = dict[Sizes, tuple[TensorRef, Extent]]
+Shards = dict[Sizes, Tensor]
 """Shards of a tensor by their offsets."""
 
 
@@ -195,10 +194,10 @@ def _shards(root: Path, items: Sequence[_Item], findings: list[str]) -> dict[str
             if Path(item.file).name != item.file:
                 raise ArtifactError(f"{item.file}: not a plain file name")
             end = item.start + item.length
-            ref = read_tensors(read_archive(root / item.file, item.start, end))
-            if not isinstance(ref, TensorRef):
-                raise ArtifactError(f"{item.file}: no tensor at byte {item.start}")
-            shards.setdefault(item.key, {})[item.offsets] = ref, ref.extent()
+            shard = read_object(read_archive(root / item.file, item.start, end))
+            if not isinstance(shard, Tensor) or not shard.extents:
+                raise ArtifactError(f"{item.file}: no contiguous tensor at byte {item.start}")
+            shards.setdefault(item.key, {})[item.offsets] = shard
         except ArtifactError as error:
             lost[item.file] = error.message
     findings += lost.values()
@@ -207,21 +206,24 @@ def _shards(root: Path, items: Sequence[_Item], findings: list[str]) -> dict[str
 
 def _tensor(entry: _Entry, shards: Shards) -> Tensor:
     """Join the shards of a tensor along its first axis."""
-    extents, rows = [], 0
+    extents: list[Extent] = []
+    rows = 0
     for offsets, sizes in sorted(entry.chunks):
         if 0 in sizes:
             continue
         if offsets not in shards:
             raise ValueError(f"the shard from {list(offsets)} on is missing")
-        ref, extent = shards[offsets]
-        if ref.shape != sizes or ref.dtype != entry.dtype:
-            raise ValueError(f"a shard of {ref.dtype} {list(ref.shape)}, expected {list(sizes)}")
+        shard = shards[offsets]
+        if shard.shape != sizes or shard.dtype != entry.dtype:
+            raise ValueError(
+                f"a shard of {shard.dtype} {list(shard.shape)}, expected {list(sizes)}"
+            )
         if sizes[1:] != entry.shape[1:]:
             raise ValueError("split along another axis than the first, as tensor parallelism does")
         if any(offsets[1:]) or offsets[:1] not in ((rows,), ()):
             raise ValueError(f"rows from {rows} on are missing, or there twice")
         rows += sizes[0] if sizes else 0
-        extents.append(extent)
+        extents += shard.extents
     if entry.shape and rows != entry.shape[0] and 0 not in entry.shape:
         raise ValueError(f"{rows} of {entry.shape[0]} rows")
     return Tensor(entry.shape, entry.dtype, tuple(extents))

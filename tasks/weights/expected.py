@@ -80,9 +80,9 @@ class Values:
         self._matrix: Array | None = None
         self._reader, count = Reader([]), prod(shape)
         if packed is not None:
-            from tasks.weights.quantized.source import decoded_values
+            from tasks.weights.quantized.packed import decoded
 
-            flat = decoded_values(packed, source[key].extents).reshape(-1)[start : start + count]
+            flat = decoded(packed, source[key].extents).reshape(-1)[start : start + count]
             self._matrix = flat.reshape(-1, self._columns)
         else:
             item = ITEM_BITS[dtype] // 8

@@ -39,8 +39,8 @@ from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.reader import read_checkpoint, read_header
 from tasks.weights.files.tensors import Reader, Sources, Tensors
 from tasks.weights.lora import read_adapter
-from tasks.weights.pickled.tensors import MODEL as PICKLED
-from tasks.weights.pickled.tensors import is_pickled_model, read_model, read_state
+from tasks.weights.pickled.torch_file import MODEL as PICKLED
+from tasks.weights.pickled.torch_file import is_pickled_model, read_model, read_state
 
 Role = Literal["value", "reward", "either"]
 Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]

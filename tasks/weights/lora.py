@@ -31,7 +31,7 @@ from tasks.weights.lora_config import AdapterConfig, parse_config
 from tasks.weights.mapping import Shape
 from tasks.weights.model import Model, model_facts
 from tasks.weights.pairing import Pairing, Piece, pair_by_names
-from tasks.weights.pickled.tensors import read_state
+from tasks.weights.pickled.torch_file import read_state
 from tasks.weights.plan import Dora, Dropped, Rows, Term
 
 CONFIG = "adapter_config.json"

@@ -25,7 +25,7 @@ from tasks.weights.files.reader import WEIGHTS, index_of, read_checkpoint
 from tasks.weights.files.tensors import Tensors
 from tasks.weights.mapping import Mapped, Shape, Shapes, Slot, default_layout, trace
 from tasks.weights.model_class import meta_model, other_towers, oversized, quantized_names
-from tasks.weights.pickled.tensors import is_pickled_model, read_model
+from tasks.weights.pickled.torch_file import is_pickled_model, read_model
 from tasks.weights.quantized.config_fields import is_decodable, without_quantization
 from tasks.weights.quantized.source import read_base
 

@@ -48,7 +48,7 @@ from tasks.weights.plan import (
     Plan,
     needs_all_rows,
 )
-from tasks.weights.quantized.bnb4 import LEVELS
+from tasks.weights.quantized.packed import LEVELS
 from tasks.weights.quantized.source import decoding, open_model
 
 

@@ -93,7 +93,7 @@ def test_hashes_of_a_manifest_are_trusted_only_while_they_can_be_right(
 ) -> None:
     base, _ = tensors()
     plan = Plan(tuple(copied(name, tensor) for name, tensor in base.items()))
-    folder = shutil.copytree(inputs["base"].root, tmp_path / "folder")
+    folder = shutil.copytree(inputs["base"]["wide"].extents[0].path.parent, tmp_path / "folder")
     path = folder / "manifest.json"
     whole = path.read_text()
     assert read_checkpoint(folder)["wide"].hash is not None
@@ -131,7 +131,7 @@ def test_values_are_inspected_while_they_are_copied(out, tmp_path) -> None:
 
 
 def test_an_input_cut_short_between_plan_and_execution(inputs, out, tmp_path) -> None:
-    folder = shutil.copytree(inputs["base"].root, tmp_path / "short")
+    folder = shutil.copytree(inputs["base"]["wide"].extents[0].path.parent, tmp_path / "short")
     sources = {**inputs, "base": read_checkpoint(folder)}
     validate(make_plan(), sources)
     os.truncate(folder / "model-00001-of-00002.safetensors", 2000)

@@ -69,7 +69,7 @@ def test_a_write_that_fails_midway_leaves_nothing(inputs, reference, tmp_path, m
 
 def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
     """The staging folder still contains a link to an input, and this run has to write that file."""
-    folder = shutil.copytree(inputs["base"].root, tmp_path / "folder")
+    folder = shutil.copytree(inputs["base"]["wide"].extents[0].path.parent, tmp_path / "folder")
     victim = folder / "model-00001-of-00002.safetensors"
     before = victim.read_bytes()
     out = tmp_path / "out"
@@ -108,6 +108,7 @@ import torch
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.execute.writer import lay_out
+from tasks.weights.files.reader import read_checkpoint
 from tests.weights.plans import make_plan
 
 root, rounds = Path(sys.argv[2]), int(sys.argv[3])

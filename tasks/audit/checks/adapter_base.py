@@ -23,7 +23,7 @@ from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.lora_config import targeted_modules
 from tasks.weights.model import EMBEDDING, LINEAR, OTHER
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, refusal, remedy, stored
-from tasks.weights.quantized.fp8 import DTYPE
+from tasks.weights.quantized.packed import DTYPE
 from tasks.weights.quantized.source import fp8_findings
 
 _ELSEWHERE = ("expert", "moe", "router", ".gate.")
@@ -105,10 +105,10 @@ def undecodable_base(source: Source) -> Iterator[Fault]:
     """A base whose quantised weights cannot be decoded."""
     base = _base(source)
     config, root = base.config(), base.folder.root
-    refused = refusal(config, root)
-    findings = [refused.text] if refused else []
+    refused = refusal(config)
+    findings = [refused] if refused else []
     in_fp8 = is_fp8(config) or any(tensor.dtype == DTYPE for tensor in base.tensors.values())
-    if refused is None and in_fp8 and base.weights.is_whole:
+    if not refused and in_fp8 and base.weights.is_whole:
         findings = fp8_findings(base.tensors, config)
     if findings:
         yield Fault(f"{root}: {first_and_more(findings)}", remedy(root))

@@ -14,10 +14,10 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import PEFT_PREFIX, unwrap, without_wrappers
 from tasks.weights.files.reader import read_header, weight_files
 from tasks.weights.model_class import kept_from_four_bits, language_class, read_config
-from tasks.weights.pickled.tensors import read_torch_file
+from tasks.weights.pickled.torch_file import read_torch_file
 from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8
-from tasks.weights.quantized.fp8 import is_activation_scale
 from tasks.weights.quantized.nf4 import keep_as_loaded
+from tasks.weights.quantized.packed import is_activation_scale
 
 FOUR_BITS = 0.35
 """Size of a 4-bit model relative to 16 bits, including scales, norms and embeddings."""

@@ -19,7 +19,7 @@ from tasks.weights.files.reader import ADAPTER, read_header
 from tasks.weights.lora import CONFIG, PICKLED, Adapter, read_adapter
 from tasks.weights.model import Model, live_model
 from tasks.weights.pairing import Pairing
-from tasks.weights.pickled.tensors import read_state
+from tasks.weights.pickled.torch_file import read_state
 from tasks.weights.plan import LowRank
 
 

@@ -150,9 +150,9 @@ def _full_tensor(op: Op, sources: Sources) -> torch.Tensor:
 
     shape = op.read_shape
     if op.packed is not None:
-        from tasks.weights.quantized.source import decoded
+        from tasks.weights.quantized.packed import decoded
 
-        matrix = decoded(op.packed, sources[op.input][op.key].extents)
+        matrix = torch.from_numpy(decoded(op.packed, sources[op.input][op.key].extents))
         flat = matrix.reshape(-1)[op.start : op.start + prod(shape)]
     else:
         with opened(op, sources) as reader:

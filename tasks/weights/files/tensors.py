@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,7 +44,8 @@ class Extent:
 class Tensor:
     """A tensor in files: shape, dtype (safetensors name), and its byte ranges in C order.
 
-    A quantized matrix is shown decoded: `packed` is how to decode its ranges (`Op.packed`).
+    A tensor of a pickle whose elements are not in order has no ranges. A quantized matrix is shown
+    decoded: `packed` is how to decode its ranges (`Op.packed`).
     """
 
     shape: tuple[int, ...]
@@ -51,6 +53,11 @@ class Tensor:
     extents: tuple[Extent, ...] = ()
     hash: str | None = None  # BLAKE3 of its bytes, if an intact manifest states it
     packed: Mapping[str, Any] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -183,6 +190,12 @@ class Reader:
             except OSError as error:
                 raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
         return self._handles[path]
+
+
+def read_all(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return all bytes of a tensor."""
+    with Reader(tensor.extents) as reader:
+        return reader.read()
 
 
 def write_at(handle: int, view: memoryview, at: int, path: Path) -> None:

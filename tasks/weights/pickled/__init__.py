@@ -1,7 +1,6 @@
 """Read files that `torch.save` wrote (`.pt`, `.bin`) without torch and without running their code.
 
-tensors     `read_torch_file`: one file, with tensors as byte ranges; `read_model`: a `Source`
-archive     the zip file around the pickle
+torch_file  `read_torch_file`: one file, with tensors as byte ranges; `read_model`: a model
 unpickler   follows a pickle by the standard library, with every name inert
 scan        `Scanner`: names that loading a file would use; the harmless are in allowed_names.txt
 

@@ -1,26 +1,28 @@
 """Find what loading a file would run: the names in every pickle in it, wherever it lies.
 
 A file is judged by its content, not by its name. Every pickle counts: those one after the other
-(torch's format before 1.6), in torch's zip files, within byte strings, behind numpy's header.
-Nothing is unpickled. What cannot be followed, and every other archive, is reported, so that "no
-names" means that there are none.
+(torch's format before 1.6), in torch's zip files, in compressed bytes, within byte strings, behind
+numpy's header. Nothing is unpickled. What cannot be followed, and every other archive, is reported,
+so that "no names" means that there are none.
 """
 
 from __future__ import annotations
 
+import bz2
 import io
 import lzma
 import mmap
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.pickled.archive import LOCAL_MAGIC, is_zip, read_archives
+from tasks.weights.pickled.torch_file import LOCAL_MAGIC, is_zip, read_archives
 from tasks.weights.pickled.unpickler import (
     DamagedError,
     Foreign,
@@ -32,7 +34,7 @@ from tasks.weights.pickled.unpickler import (
 )
 
 MAX_BYTES = 128 << 20
-"""Most bytes of a pickle."""
+"""Most bytes of a pickle, and of all decompressed data of one `Scanner`."""
 MAX_STEPS = 40_000_000
 """Most instructions of one `Scanner`: about a minute."""
 _HEAD = 64 << 10
@@ -45,17 +47,19 @@ _STORAGE = 1024
 _MAX_DEPTH, _MAX_REASONS = 4, 5
 _SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".joblib", ".dill")
 _LEGACY_MAGIC, _LEGACY_PICKLES = 0x1950A86A20F9469CFC6C, 5
-_ARCHIVES = (
-    ("7z", 0, b"7z\xbc\xaf\x27\x1c"), ("rar", 0, b"Rar!\x1a\x07"), ("tar", 257, b"ustar"),
-    ("zip", 0, LOCAL_MAGIC), ("gzip", 0, b"\x1f\x8b\x08"), ("xz", 0, b"\xfd7zXZ\0"),
-    ("bzip2", 4, b"1AY&SY"), ("bzip2", 4, b"\x17rE8P\x90"), ("lz4", 0, b"\x04\x22\x4d\x18"),
-    ("zstd", 0, b"\x28\xb5\x2f\xfd"),
-)  # fmt: skip
-"""Names, and the bytes by which an archive is recognised, at their offset."""
-_STREAMS: tuple[tuple[str, bytes, Callable[[], Any]], ...] = (
-    ("lzma", b"]\0\0", lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
-    ("zlib", b"x", zlib.decompressobj),
+_ARCHIVES = {
+    "7z": b"7z\xbc\xaf\x27\x1c", "rar": b"Rar!\x1a\x07", "zip": LOCAL_MAGIC,
+    "lz4": b"\x04\x22\x4d\x18", "zstd": b"\x28\xb5\x2f\xfd",
+}  # fmt: skip
+"""First bytes of archives that are not looked into; a tar file has its mark further on."""
+_STREAMS: tuple[tuple[bytes, Callable[[], Any]], ...] = (
+    (b"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=31)),
+    (b"BZh", bz2.BZ2Decompressor),
+    (b"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
+    (b"]\0\0", lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
+    (b"x", zlib.decompressobj),
 )
+"""First bytes of compressed data, and what decompresses it."""
 _NUMPY, _HDF5 = b"\x93NUMPY", b"\x89HDF\r\n\x1a\n"
 _GRAPH_CODE = {
     "keras.layers.Lambda": re.compile(rb'"class_name"\s*:\s*"(?:Lambda"|[^"]{0,99}\\u)'),
@@ -65,20 +69,18 @@ _GRAPH_CODE = {
 
 def _allowed() -> dict[str, frozenset[str]]:
     """Read the names that a pickle of tensors or of a trainer may use, by their section."""
-    sections: dict[str, set[str]] = {}
-    names: set[str] = set()
+    sections: dict[str, list[str]] = {}
     for line in Path(__file__).with_name("allowed_names.txt").read_text().splitlines():
         if line.startswith("# "):
-            names = sections.setdefault(line[2:].partition(":")[0], set())
+            names = sections.setdefault(line[2:].partition(":")[0], [])
         elif line:
-            names.add(line)
+            names.append(line)
     return {section: frozenset(names) for section, names in sections.items()}
 
 
-TORCH = _allowed()["torch"]
-TENSORS = TORCH | _allowed()["tensors"]
-TRAINERS = _allowed()["trainers"]
-"""Classes of settings, which load only with weights_only=False."""
+TORCH, _OTHERS, TRAINERS = (_allowed()[name] for name in ("torch", "tensors", "trainers"))
+TENSORS = TORCH | _OTHERS
+"""Names of tensors' files; `TRAINERS` are classes that load only with weights_only=False."""
 
 
 @dataclass
@@ -109,14 +111,14 @@ class _Data:
     size: int  # number of bytes with those that were not read
     suspect: bool = False  # it should be a pickle, so that damage counts
     inert: bool = False  # data that no loader of tensors unpickles
-    depth: int = 0  # number of byte strings around it
+    depth: int = 0  # number of byte strings and compressed streams around it
 
 
 class Scanner:
     """Scan files, with a limit of instructions for all of them together."""
 
     def __init__(self) -> None:
-        self._steps = MAX_STEPS
+        self._steps, self._room = MAX_STEPS, MAX_BYTES
 
     def scan(self, path: Path) -> Scanned:
         """Scan a file. Raises ArtifactError if it cannot be read."""
@@ -131,17 +133,35 @@ class Scanner:
         return scanned
 
     def _content(self, data: _Data, scanned: Scanned) -> None:
-        """Scan bytes as pickles, also behind numpy's header; report an archive."""
-        head = data.raw[:_HEAD]
-        archive = "" if data.inert else _archive(head)
-        if archive:
-            scanned.add_reason(data.where, f"{archive}, which is not looked into")
+        """Scan bytes as pickles, also compressed or behind numpy's header; report an archive."""
+        head, packed = data.raw[:_HEAD], False
+        if not data.inert:
+            packed = self._decompressed(data, scanned)
+            if archive := _archive(head):
+                scanned.add_reason(data.where, f"{archive}, which is not looked into")
+                packed = True
         is_array, is_safetensors = head.startswith(_NUMPY), head[5:9] == b"\0\0\0{"
-        self._pickles(data, 0, scanned, is_other=bool(archive) or is_array or is_safetensors)
+        self._pickles(data, 0, scanned, is_other=packed or is_array or is_safetensors)
         if is_array:
             start = 12 if head[6:7] > b"\x01" else 10
             size = int.from_bytes(head[8:start], "little")
             self._pickles(data, start + size, scanned, is_other=True)
+
+    def _decompressed(self, data: _Data, scanned: Scanned) -> bool:
+        """Scan the content of compressed data; returns False if it is not compressed."""
+        room = max(self._room, _HEAD)
+        try:
+            content = _decompressed(data.raw, room) if data.depth < _MAX_DEPTH else None
+        except UnresolvedError as problem:
+            scanned.add_reason(data.where, problem)
+            return True
+        if content is None:
+            return False
+        self._room -= len(content)
+        where = f"{data.where} content".strip()
+        inner = replace(data, raw=content, where=where, size=sys.maxsize, depth=data.depth + 1)
+        self._content(inner, scanned)
+        return True
 
     def _pickles(self, data: _Data, at: int, scanned: Scanned, *, is_other: bool = False) -> None:
         """Walk the pickles that lie one after the other from `at` on.
@@ -202,21 +222,27 @@ def _parts(path: Path, file: BinaryIO, scanned: Scanned) -> Iterator[_Data]:
     yield _Data(raw, "", size, path.name.lower().endswith(_SUFFIXES))
 
 
-def _archive(head: bytes) -> str:
-    """Return the kind of an archive or of packed bytes; "" for anything else."""
-    for name, at, magic in _ARCHIVES:
-        if head[at : at + len(magic)] == magic and (name != "bzip2" or head.startswith(b"BZh")):
-            return name
-    for name, magic, make in _STREAMS:
-        if head.startswith(magic):
+def _decompressed(raw: bytes, most: int) -> bytes | None:
+    """Return the first `most` bytes of the content of compressed data; None for other data."""
+    content, rest, is_stream = b"", raw, False
+    make = next((make for magic, make in _STREAMS if raw.startswith(magic)), None)
+    try:
+        while make and rest and len(content) < most:  # one stream after the other
             machine = make()
-            try:
-                is_stream = bool(machine.decompress(head, _HEAD)) or machine.eof
-            except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
-                is_stream = "emory" in str(error)  # it needs more than the limit
-            if is_stream:
-                return name
-    return ""
+            content += machine.decompress(rest, most - len(content))
+            is_stream |= bool(content) or machine.eof
+            rest = machine.unused_data
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        if "emory" in str(error):
+            raise UnresolvedError("LZMA that takes too much memory to be looked into") from error
+    return content if is_stream else None
+
+
+def _archive(head: bytes) -> str:
+    """Return the kind of an archive; "" for anything else."""
+    if head[257:262] == b"ustar":
+        return "tar"
+    return next((name for name, magic in _ARCHIVES.items() if head.startswith(magic)), "")
 
 
 def _graph_code(path: Path, file: BinaryIO) -> Iterator[str]:
@@ -229,7 +255,7 @@ def _graph_code(path: Path, file: BinaryIO) -> Iterator[str]:
 
 def _may_go_on(head: bytes) -> bool:
     """Return True if more than the first bytes of a file has to be read to judge it."""
-    if head.startswith(_NUMPY):
+    if head.startswith((_NUMPY, *(magic for magic, _ in _STREAMS))):
         return True
     try:
         Walker(head).walk(_DATA_STEPS)

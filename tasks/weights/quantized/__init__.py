@@ -1,11 +1,11 @@
-"""Quantized weights: bases stored in 4 bits, bases as QLoRA training saw them, models to serve.
+"""Quantized weights: bases stored in few bits, bases as QLoRA training saw them, models to serve.
 
 source         `read_base`: a base stored in bitsandbytes' NF4 or FP4, or in fp8, looks decoded;
                `decoding(plan, sources)` makes a plan decode it
-bnb4, fp8      find, check and decode matrices in 4 bits, and in 8-bit floats with scales
+packed         find, check and decode matrices in 4 bits, and in 8-bit floats with scales
 config_fields  how weights are stored, from config.json
 nf4            quantize a base to 4 bits and back, as QLoRA training did
-quantize       8 bits by compressed-tensors
+quantize       8 bits to serve, by compressed-tensors
 
 A merge writes an ordinary model: `quantization_config` is removed from its config.json.
 """

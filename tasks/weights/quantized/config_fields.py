@@ -3,7 +3,7 @@
 stored(config)          None, or a description for users
 is_packed(config)       True for bitsandbytes' 4 bits: the base as QLoRA training saw it
 is_decodable(config)    True for these and for fp8 with scales, which is the base itself
-refusal(config, folder) why weights cannot be decoded, and the model to use instead
+refusal(config)         why weights cannot be decoded; `remedy(folder)`: the model to use instead
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tasks.core.errors import ArtifactError
 
@@ -81,19 +81,10 @@ def stored(config: Mapping[str, Any]) -> str | None:
     return "bitsandbytes, 8 bits" if method == _BITSANDBYTES and _loads(fields, 8) else method
 
 
-class Refusal(NamedTuple):
-    """Reason against a model's weights, and what to use instead."""
-
-    text: str
-    remedy: str
-
-
-def refusal(config: Mapping[str, Any], folder: Path) -> Refusal | None:
-    """Return why quantized weights cannot be decoded; None if they can, or are plain."""
+def refusal(config: Mapping[str, Any]) -> str:
+    """Return why quantized weights cannot be decoded; "" if they can, or are plain."""
     how = stored(config)
-    if how is None or is_decodable(config):
-        return None
-    return Refusal(f"its weights are stored quantised ({how})", remedy(folder))
+    return f"its weights are stored quantised ({how})" if how and not is_decodable(config) else ""
 
 
 def remedy(folder: Path) -> str:
@@ -109,9 +100,8 @@ def remedy(folder: Path) -> str:
 
 def require_decodable(config: Mapping[str, Any], folder: Path) -> None:
     """Raise ArtifactError if the weights are quantized in a way that cannot be decoded."""
-    refused = refusal(config, folder)
-    if refused is not None:
-        raise ArtifactError(f"{folder}: {refused.text}", hint=refused.remedy)
+    if refused := refusal(config):
+        raise ArtifactError(f"{folder}: {refused}", hint=remedy(folder))
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtypes import DTYPE_NAMES, casts, widened
 from tasks.weights.files.tensors import Reader, Tensors
-from tasks.weights.quantized.bnb4 import LEVELS, unpack
+from tasks.weights.quantized.packed import LEVELS, unpack
 
 if TYPE_CHECKING:
     import torch

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from tasks.core.contract import TensorLike
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtypes import DTYPE_NAMES, widened
+from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.files.tensors import Extent, Reader, Sources, Tensor, Tensors
-from tasks.weights.pickled.tensors import is_pickled_model, read_model
+from tasks.weights.files.tensors import Sources, Tensor, Tensors
+from tasks.weights.pickled.torch_file import is_pickled_model, read_model
 from tasks.weights.plan import Plan
-from tasks.weights.quantized.bnb4 import STATE, decode, read_states
 from tasks.weights.quantized.config_fields import (
     is_fp8,
     is_packed,
@@ -26,16 +22,14 @@ from tasks.weights.quantized.config_fields import (
     require_decodable,
     stored,
 )
-from tasks.weights.quantized.fp8 import (
+from tasks.weights.quantized.packed import (
     DTYPE,
-    FP8,
+    STATE,
+    Packed,
     is_activation_scale,
     read_scales,
-    scaled_values,
+    read_states,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 _SHOWN = 50
 _CONV1D = {
@@ -47,11 +41,17 @@ _CONV1D = {
 """Linear layers stored as (in, out), by model type; transformers packs their transpose."""
 
 
+def open_model(root: Path) -> Tensors:
+    """Open a full model, headers only: safetensors (plain or quantized) or `.bin` files."""
+    return read_model(root) if is_pickled_model(root) else read_base(root)
+
+
 def read_base(root: Path) -> Tensors:
     """Read the headers of a full model's folder, stored plainly, in bitsandbytes' 4 bits or in fp8.
 
     Packed matrices look decoded, and keys of their parts are left out. The ranges of such a matrix
     are those of its parts, one after the other, and a plan has to decode them (`decoding`).
+
     Raises ArtifactError with all findings: another quantization, matrices without their parts.
     """
     path = root / "config.json"
@@ -82,25 +82,27 @@ def read_base(root: Path) -> Tensors:
         )
     sides = {side for matrix in packed.values() for side in matrix.sides}
     sides |= set(filter(is_activation_scale, whole)) if kind == "fp8" else set()
-    tensors = {key: info for key, info in whole.items() if key not in sides}
-    for key, (packing, sides_of) in packed.items():
-        turned = kind == "4-bit" and _is_conv1d(key, config)
-        # Tables of values and JSON come last: they are not decoded, but belong to the matrix.
-        parts = [key + suffix for suffix, _ in packing["parts"]]
-        parts += [side for side in sides_of if side not in parts]
-        shape = tuple(packing["shape"])
-        tensors[key] = Tensor(
-            shape[::-1] if turned else shape,
-            DTYPE_NAMES[packing["dtype"]],
-            tuple(extent for part in parts for extent in whole[part].extents),
-            packed={**packing, "turned": turned},
-        )
-    return tensors
+    plain = {key: tensor for key, tensor in whole.items() if key not in sides}
+    layers = _CONV1D.get(str(config.get("model_type")), ()) if kind == "4-bit" else ()
+    turned = tuple(f".{layer}{end}" for layer in layers for end in ("", ".weight"))
+    return plain | {
+        key: _decoded(whole, key, matrix, turned=f".{key}".endswith(turned))
+        for key, matrix in packed.items()
+    }
 
 
-def open_model(root: Path) -> Tensors:
-    """Open a full model, headers only: safetensors (plain or quantized) or `.bin` files."""
-    return read_model(root) if is_pickled_model(root) else read_base(root)
+def _decoded(whole: Tensors, key: str, matrix: Packed, *, turned: bool) -> Tensor:
+    """Return a packed matrix as it looks decoded."""
+    # Tables of values and JSON come last: they are not decoded, but belong to the matrix.
+    parts = [key + suffix for suffix, _ in matrix.packing["parts"]]
+    parts += [side for side in matrix.sides if side not in parts]
+    shape = tuple(matrix.packing["shape"])
+    return Tensor(
+        shape[::-1] if turned else shape,
+        DTYPE_NAMES[matrix.packing["dtype"]],
+        tuple(extent for part in parts for extent in whole[part].extents),
+        packed={**matrix.packing, "turned": turned},
+    )
 
 
 def fp8_findings(tensors: Mapping[str, TensorLike], config: Mapping[str, Any]) -> list[str]:
@@ -113,11 +115,6 @@ def fp8_findings(tensors: Mapping[str, TensorLike], config: Mapping[str, Any]) -
     return findings
 
 
-def _is_conv1d(key: str, config: Mapping[str, Any]) -> bool:
-    names = _CONV1D.get(str(config.get("model_type")), ())
-    return key.removesuffix(".weight").rpartition(".")[2] in names
-
-
 def decoding(plan: Plan, sources: Sources) -> Plan:
     """Return the same plan, in which operations on packed matrices decode them.
 
@@ -126,44 +123,7 @@ def decoding(plan: Plan, sources: Sources) -> Plan:
     """
     ops = []
     for op in plan.ops:
-        packed = packing(sources[op.input], op.key) if op.input in sources else None
+        tensor = sources.get(op.input, {}).get(op.key)
+        packed = None if tensor is None else tensor.packed
         ops.append(op if packed is None else replace(op, packed=packed, quantization=None))
     return replace(plan, ops=tuple(ops))
-
-
-def packing(source: Tensors, key: str) -> Mapping[str, Any] | None:
-    """Return `Op.packed` for operations on this tensor; None for a plain tensor."""
-    packed: Mapping[str, Any] | None = getattr(source.get(key), "packed", None)
-    return packed
-
-
-def decoded(packing: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:
-    """Decode a matrix in its own dtype, from the ranges of its parts, one after the other."""
-    import torch
-
-    if packing["type"] == FP8:
-        return torch.from_numpy(decoded_values(packing, extents))
-    raw = torch.from_numpy(decode(packing, _parts(packing, extents)))
-    matrix = raw.view(getattr(torch, packing["dtype"])).reshape(packing["shape"])
-    return matrix.t().contiguous() if packing["turned"] else matrix
-
-
-def decoded_values(packing: Mapping[str, Any], extents: Sequence[Extent]) -> NDArray[np.float32]:
-    """Decode the same matrix to fp32 values that are rounded to its dtype, without torch."""
-    parts = _parts(packing, extents)
-    if packing["type"] == FP8:
-        return scaled_values(packing, parts)
-    values = widened(decode(packing, parts), DTYPE_NAMES[packing["dtype"]])
-    matrix = values.reshape(packing["shape"])
-    return np.ascontiguousarray(matrix.T) if packing["turned"] else matrix
-
-
-def _parts(packing: Mapping[str, Any], extents: Sequence[Extent]) -> dict[str, NDArray[np.uint8]]:
-    """Read every part into its own memory, so that it is aligned; by suffix."""
-    parts: dict[str, NDArray[np.uint8]] = {}
-    at = 0
-    with Reader(extents) as reader:
-        for suffix, size in packing["parts"]:
-            parts[suffix] = reader.read(at, size)
-            at += size
-    return parts

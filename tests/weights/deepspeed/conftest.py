@@ -36,10 +36,10 @@ def copied(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: Path(shutil.copytree(saved / name, tmp_path / name))
 
 
-def read(source: Tensors, name: str) -> bytes:
+def read(tensors: Tensors, name: str) -> bytes:
     """Read a tensor's bytes from the byte ranges of its source."""
     pieces = []
-    for extent in source[name].extents:
+    for extent in tensors[name].extents:
         with extent.path.open("rb") as file:
             file.seek(extent.start)
             pieces.append(file.read(extent.nbytes))

@@ -29,7 +29,9 @@ SAME_AS_DEEPSPEED = (
 
 def tensor(checkpoint: ZeroCheckpoint, name: str) -> torch.Tensor:
     info = checkpoint.tensors[name]
-    flat = torch.frombuffer(bytearray(read(checkpoint, name)), dtype=torch_dtype(info.dtype))
+    flat = torch.frombuffer(
+        bytearray(read(checkpoint.tensors, name)), dtype=torch_dtype(info.dtype)
+    )
     return flat.reshape(info.shape)
 
 
@@ -277,4 +279,4 @@ def test_partitions_are_joined_to_the_original_tensors(tmp_path, shapes, stage, 
     assert set(checkpoint.tensors) == set(checkpoint.trained) == set(expected)
     for name, tensor in expected.items():
         assert checkpoint.tensors[name].shape == tuple(tensor.shape)
-        assert read(checkpoint, name) == tensor.numpy().tobytes(), name
+        assert read(checkpoint.tensors, name) == tensor.numpy().tobytes(), name

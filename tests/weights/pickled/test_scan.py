@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import pickle
 import random
 import struct
@@ -111,7 +114,8 @@ HARMLESS: list[tuple[str, bytes]] = [
     ("x.safetensors", b"\x80\x02\0\0\0\0\0\0" + b"{}".ljust(0x280)),
     ("x.npy", array(bytes(range(80)), "<i8")), ("x.txt", b"x^2 + y^2\n"), ("x.txt", b"BZhello"),
     ("x.csv", b"column 1, column 2, " * 300 + b"\n1\n"),
-    ("x.pkl", pickle.dumps([1, "x", 2.5])),
+    ("x.pkl", pickle.dumps([1, "x", 2.5])), ("x.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)),
+    ("x.tsv.xz", lzma.compress(b"a\tb\n" * 30_000)), ("x.txt.bz2", bz2.compress(b"a\n")),
     ("x.pt", legacy(b"\x80\x02}.") + pickle.dumps([]) + b"\x80\x02\0\0\0\0\0\0" * 9),
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.model import model_facts
 from tasks.weights.plan import Op, Plan
+from tasks.weights.quantized.packed import decoded
 from tasks.weights.quantized.quantize import (
     SCHEMES,
     left_alone,
@@ -28,7 +29,7 @@ from tasks.weights.quantized.quantize import (
     quantized_contract,
     quantized_plan,
 )
-from tasks.weights.quantized.source import decoded_values, packing, read_base
+from tasks.weights.quantized.source import read_base
 from tasks.weights.validate import validate
 from tests.weights.families.making import load, save_base
 from tests.weights.making import make_base, state_of
@@ -43,7 +44,7 @@ def quantize(base: Path, out: Path, scheme: str, **options: Any) -> tuple[Plan, 
     weights = read_checkpoint(base)
     ops = tuple(
         Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
-        for name, info in weights.tensors.items()
+        for name, info in weights.items()
     )
     plan = quantized_plan(Plan(ops, max_shard_bytes=options.pop("limit", None)), facts, scheme)
     validate(plan, {"model": weights})
@@ -141,10 +142,8 @@ def test_all_codes_as_torch_reads_them(tmp_path: Path) -> None:
     save_file({"w": codes, "w_scale_inv": powers}, tmp_path / "model.safetensors")
     config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    source = read_base(tmp_path)
-    stored = packing(source, "w")
-    assert stored is not None
-    values = torch.from_numpy(decoded_values(stored, source.extents("w")))
+    tensor = read_base(tmp_path)["w"]
+    values = torch.from_numpy(decoded(tensor.packed, tensor.extents))
     assert torch.equal(values.nan_to_num(7), (codes.float() * 2.0**-9).nan_to_num(7))
 
 

@@ -22,12 +22,12 @@ from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora import Changes
 from tasks.weights.merge import MergeSettings, plan_merge
 from tasks.weights.model import model_facts
-from tasks.weights.quantized.bnb4 import BLOCKSIZES, LEVELS, STATE
 from tasks.weights.quantized.nf4 import (
     RowsAsTrained,
     as_trained,
     lost_in_4_bits,
 )
+from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS, STATE
 from tasks.weights.quantized.source import read_base
 from tasks.weights.validate import validate
 from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 
 from tasks.verify.reference import read_reference
 from tasks.verify.run import DECISIVE, Report, Target, verify
-from tasks.verify.servers.connect import connect
+from tasks.verify.servers import connect
 
 ADAPTER = "adapter_model.safetensors"
 SHARES = (1.0, 0.999, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5, 0.0)

@@ -27,7 +27,7 @@ from flows.cli.tool import read
 from flows.orchestration.flow_body import reported
 from flows.orchestration.flow_run import provenance, tracker_of
 from flows.orchestration.prefect_tasks import in_deployment
-from flows.verify import ask, show
+from flows.verify import show, verified
 from tasks.audit.check import Severity
 from tasks.config.tools import Audit
 from tasks.core.errors import (
@@ -90,7 +90,7 @@ def record_audit(composed: Composed) -> dict[str, Any]:
 
 def record_verify(composed: Composed) -> dict[str, Any]:
     """Verify a running server, and record the report in Prefect and MLflow."""
-    report = ask(composed.settings).answer()
+    report = verified(composed.settings)
     create_markdown_artifact(
         redact(report.markdown()), key="verify-checks", description=redact(report.line)
     )

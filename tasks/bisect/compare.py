@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -41,25 +43,25 @@ class Compared:
     divergences: list[Divergence]  # in that order
     gaps: Mapping[str, list[TensorGap]]  # comparisons of all weights, by module
     exact: bool  # all outputs are equal bit for bit
-    # largest distance of a module's output in units of the noise, and its name
-    largest: tuple[float, str]
-    roundings: list[str]  # formats that explain differences of weights
+
+    @property
+    def roundings(self) -> list[str]:
+        """Formats that explain differences of weights."""
+        return sorted({gap.rounding for gaps in self.gaps.values() for gap in gaps} - {""})
 
 
-@dataclass
 class Pair:
     """Two loaded models of transformers, in eval mode, and their modules.
 
     `quantised` says that one of the two declares quantised weights.
     """
 
-    a: Any
-    b: Any
-    quantised: bool = False
-
-    def __post_init__(self) -> None:
-        self.in_a, self.in_b = places(self.a), places(self.b)
+    def __init__(self, a: Any, b: Any, quantised: bool = False) -> None:
+        self.a, self.b, self.quantised = a, b, quantised
+        self.in_a, self.in_b = places(a), places(b)
         self._called: list[str] = []
+        self._distances: Distances = {}
+        self._noise: Distances = {}  # a's own, in the coarser dtype
 
     @property
     def missing(self) -> list[str]:
@@ -75,14 +77,21 @@ class Pair:
         Recordings of another engine that runs b are replayed in a, in place of a's calls in b.
         """
         gaps = {name: list(self._weight_gaps(name)) for name in self.in_a if name in self.in_b}
-        distances, noise = self._measure(probes, recordings)
+        self._measure(probes, recordings)
         order = list(dict.fromkeys([*self._called, *self.in_a]))
-        judge = _Judge(gaps, distances, noise, self.quantised)
-        rows = [row for name in order for row in judge.module(name)]
-        explained = [self._explained(row) for row in rows[:EXPLAINED]] + rows[EXPLAINED:]
-        roundings = sorted({gap.rounding for each in gaps.values() for gap in each if gap.rounding})
-        exact = all(not d.largest and not d.strange for d in distances.values())
-        return Compared(order, explained, gaps, exact, judge.largest, roundings)
+        differing = tuple(
+            f"{name}." for name, each in gaps.items() if any(gap.different for gap in each)
+        )
+        rows = [
+            row
+            for name in order
+            # Inside a module whose own weights differ, as an expert's activation, nothing is new.
+            if not name.startswith(differing)
+            for row in self._divergences(name, gaps.get(name, []))
+        ]
+        rows = [self._explained(row) for row in rows[:EXPLAINED]] + rows[EXPLAINED:]
+        exact = all(not d.largest and not d.strange for d in self._distances.values())
+        return Compared(order, rows, gaps, exact)
 
     def _weight_gaps(self, name: str) -> Iterator[TensorGap]:
         a, b = weights_of(self.in_a[name]), weights_of(self.in_b[name])
@@ -96,10 +105,8 @@ class Pair:
 
     def _measure(
         self, probes: Sequence[Sequence[int]], recordings: Sequence[Recording] | None
-    ) -> tuple[Distances, Distances]:
-        """Return the distances by module and part, and a's own noise in the coarser dtype."""
-        distances: Distances = {}
-        noise: Distances = {}
+    ) -> None:
+        """Add up the distances by module and part, and those of a from itself, nudged."""
         nudge = max(torch.finfo(model.dtype).eps for model in (self.a, self.b))
         for number, probe in enumerate(probes):
             in_a, in_b = (
@@ -110,15 +117,56 @@ class Pair:
             if recordings is None:
                 shared = {name: calls for name, calls in own.items() if name in self.in_b}
                 here = {name: self.in_b[name] for name in self.in_b if name in self.in_a}
-                replay(self.b, here, in_b, shared, distances)
+                replay(self.b, here, in_b, shared, self._distances)
             else:
                 there = {name: m for name, m in self.in_a.items() if name in recordings[number]}
-                replay(self.a, there, in_a, recordings[number], distances)
+                replay(self.a, there, in_a, recordings[number], self._distances)
             with other_sums(self.a):
-                replay(self.a, self.in_a, in_a, own, noise, nudge=nudge)
-        for each in noise.values():
+                replay(self.a, self.in_a, in_a, own, self._noise, nudge=nudge)
+        for each in self._noise.values():
             each.least = nudge / 2
-        return distances, noise
+
+    def _divergences(self, name: str, gaps: Sequence[TensorGap]) -> Iterator[Divergence]:
+        """Yield what is beyond noise: the code before a module; its weights, or its output."""
+        if self._is_beyond(name, "input"):
+            yield self._divergence(name, "input", "input")
+        different = [gap for gap in gaps if gap.different]
+        if different:
+            yield self._divergence(name, "weights", "output", different)
+        elif self._is_beyond(name, "output", max([0.0, *(gap.relative for gap in gaps)])):
+            yield self._divergence(name, "output", "output")
+
+    def _is_beyond(self, name: str, part: Part, explained: float = 0.0) -> bool:
+        """Return True if a distance is beyond noise, and beyond what rounded weights explain."""
+        here, noise = self._distances.get((name, part)), self._noise.get((name, part))
+        if here is None or noise is None:
+            return False
+        if here.strange:
+            return not noise.strange
+        usual = self._usual.get((_kind(name), part), 0.0)
+        ratio = max(
+            here.mean / max(noise.mean, explained, usual),
+            here.largest / max(noise.largest, noise.least * 2, explained * 2, usual * 4),
+        )
+        return ratio > FACTOR
+
+    @cached_property
+    def _usual(self) -> dict[tuple[str, Part], float]:
+        """The usual distance of modules of a kind, over all layers, of quantised models."""
+        listed: dict[tuple[str, Part], list[float]] = defaultdict(list)
+        for (name, part), distance in self._distances.items():
+            listed[_kind(name), part].append(distance.mean)
+        if not self.quantised:
+            return {}
+        return {key: median(values) for key, values in listed.items() if len(values) > 2}
+
+    def _divergence(
+        self, name: str, where: str, part: Part, gaps: Sequence[TensorGap] = ()
+    ) -> Divergence:
+        here = self._distances.get((name, part), Distance())
+        noise = self._noise.get((name, part), Distance()).mean
+        cause = "; ".join(sorted(here.strange))
+        return Divergence(name, where, here.mean or here.largest, noise, list(gaps), cause)
 
     def _explained(self, row: Divergence) -> Divergence:
         """Return the divergence with its cause, if its weights differ."""
@@ -144,67 +192,6 @@ class Pair:
         return listed
 
 
-class _Judge:
-    """Tell differences from noise, module by module."""
-
-    def __init__(
-        self,
-        gaps: Mapping[str, list[TensorGap]],
-        distances: Distances,
-        noise: Distances,
-        quantised: bool,
-    ) -> None:
-        self._gaps, self._distances, self._noise = gaps, distances, noise
-        self._usual = _by_kind(distances) if quantised else {}
-        self.largest = (0.0, "")
-        self._differing = tuple(
-            f"{name}." for name, each in gaps.items() if any(gap.different for gap in each)
-        )
-
-    def module(self, name: str) -> Iterator[Divergence]:
-        """Yield the divergence of a module; nothing if it agrees."""
-        if name.startswith(self._differing):
-            return  # inside a module whose own weights differ, as an expert's activation
-        gaps = self._gaps.get(name, [])
-        if self._beyond(name, "input"):
-            yield self._row(name, "input", "input")
-        different = [gap for gap in gaps if gap.different]
-        if different:
-            yield self._row(name, "weights", "output", different)
-        elif self._beyond(name, "output", explained=max([0.0, *(gap.relative for gap in gaps)])):
-            yield self._row(name, "output", "output")
-
-    def _beyond(self, name: str, part: Part, explained: float = 0.0) -> bool:
-        """Return True if a distance is beyond noise, and beyond what rounded weights explain."""
-        here, noise = self._distances.get((name, part)), self._noise.get((name, part))
-        if here is None or noise is None:
-            return False
-        if here.strange:
-            return not noise.strange
-        usual = self._usual.get((_kind(name), part), 0.0)
-        ratio = max(
-            here.mean / max(noise.mean, explained, usual),
-            here.largest / max(noise.largest, noise.least * 2, explained * 2, usual * 4),
-        )
-        if ratio > self.largest[0]:
-            self.largest = ratio, name
-        return ratio > FACTOR
-
-    def _row(self, name: str, where: str, part: Part, gaps: Sequence[TensorGap] = ()) -> Divergence:
-        here = self._distances.get((name, part), Distance())
-        noise = self._noise.get((name, part), Distance()).mean
-        cause = "; ".join(sorted(here.strange))
-        return Divergence(name, where, here.mean or here.largest, noise, list(gaps), cause)
-
-
 def _kind(name: str) -> str:
     """Return a module's name without the numbers of layers and experts."""
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
-
-
-def _by_kind(distances: Distances) -> dict[tuple[str, Part], float]:
-    """Return the usual distance of modules of a kind, over all layers."""
-    listed: dict[tuple[str, Part], list[float]] = {}
-    for (name, part), distance in distances.items():
-        listed.setdefault((_kind(name), part), []).append(distance.mean)
-    return {key: median(values) for key, values in listed.items() if len(values) > 2}

@@ -80,8 +80,6 @@ def _verdict(
 ) -> tuple[str, str]:
     """Return the verdict and its reason; `is_beyond` says that the whole model has drifted."""
     rows, formats = compared.divergences, ", ".join(compared.roundings)
-    largest, name = compared.largest
-    stand_out = f"largest: {name}, {largest:.1f} times the noise" if name else ""
     keys = ", ".join(line.partition(":")[0] for line in config[:4])
     # Swapped, transposed, zero or NaN is a fault even if an untrained model hardly moves.
     at_fault = any(
@@ -101,11 +99,10 @@ def _verdict(
         return "below", f"differs beyond rounding, but below the gate: {listed}"
     if formats:
         is_cast = set(compared.roundings) <= {"bfloat16", "float16"}
-        reason = f"one side is rounded to {formats}; {stand_out}"
-        return "noise" if is_cast else "rounding", reason
+        return "noise" if is_cast else "rounding", f"one side is rounded to {formats}"
     if compared.exact:
         return "same", f"config.json differs in {keys}, without effect" if config else ""
-    return "noise", stand_out
+    return "noise", ""
 
 
 def _with_config(row: Divergence, config: list[str]) -> Divergence:

@@ -48,7 +48,13 @@ def bisect(a: ModelRef, b: ModelRef, options: Options, *, log: Log, log_path: Pa
 
     Raises ConfigError if both do not fit into memory, StageProcessError if the child fails.
     """
-    _require_memory(a, b)
+    needed, room = _nbytes(a) + _nbytes(b), available_memory()
+    if not has_gpu() and needed > room:
+        raise ConfigError(
+            f"both models together need {needed / 1e9:.0f} GB of memory, {room / 1e9:.0f} GB are "
+            "free",
+            hint="run it on a machine with more memory",
+        )
     scorer = ReferenceScorer(
         log=log, log_path=log_path, threads=options.threads, timeout_s=options.timeout_s
     )
@@ -74,17 +80,6 @@ def _record_in_vllm(b: ModelRef, options: Options, out: Path, log: Log, log_path
     settings = Smoke(engine="vllm", threads=options.threads, timeout_s=options.timeout_s)
     run_vllm([job], settings, log=log, log_path=log_path)
     return out / CALLS
-
-
-def _require_memory(*models: ModelRef) -> None:
-    """Refuse models that do not fit into this machine's memory together."""
-    needed, room = sum(map(_nbytes, models)), available_memory()
-    if not has_gpu() and needed > room:
-        raise ConfigError(
-            f"both models together need {needed / 1e9:.0f} GB of memory, {room / 1e9:.0f} GB are "
-            "free",
-            hint="run it on a machine with more memory",
-        )
 
 
 def _nbytes(model: ModelRef) -> float:

@@ -86,6 +86,24 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
 
 
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(a, largest absolute value of the block) -> step of the format, at each element of a."""
+_PLAIN: Mapping[str, Step] = {
+    "bfloat16": lambda a, top: _binade(a, 7, 2.0**-126),
+    "float16": lambda a, top: _binade(a, 10, 2.0**-14),
+}
+"""Formats without scales. Twice rounded is allowed: errors up to a whole step."""
+_SCALED: Mapping[str, Step] = {
+    "int8": lambda a, top: (top / 127).expand_as(a),
+    "fp8 (e4m3)": lambda a, top: _float8(a, top),
+    "4 bits": lambda a, top: (top / 7).expand_as(a),
+    "nf4": lambda a, top: (top * 0.17).expand_as(a),
+}
+"""Formats in which a block of elements shares a scale; errors fill half a step evenly."""
+_BLOCKS = (0, 128, 64, 32)
+"""Elements of a row that share a scale; 0: the whole row."""
+
+
 def _binade(values: torch.Tensor, bits: int, smallest: float) -> torch.Tensor:
     """Return the distance of neighbouring numbers with `bits` stored bits of mantissa."""
     exponents = torch.frexp(values.abs().clamp_min(smallest)).exponent - 1
@@ -97,28 +115,61 @@ def _float8(values: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
     return _binade(values / scale, 3, 2.0**-6) * scale
 
 
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(a, largest absolute value of the block) -> step of the format, at each element of a."""
-
-_PLAIN: Mapping[str, Step] = {
-    "bfloat16": lambda a, top: _binade(a, 7, 2.0**-126),
-    "float16": lambda a, top: _binade(a, 10, 2.0**-14),
-}
-"""Formats without scales. Twice rounded is allowed: errors up to a whole step."""
-_SCALED: Mapping[str, Step] = {
-    "int8": lambda a, top: (top / 127).expand_as(a),
-    "fp8 (e4m3)": _float8,
-    "4 bits": lambda a, top: (top / 7).expand_as(a),
-    "nf4": lambda a, top: (top * 0.17).expand_as(a),
-}
-_BLOCKS = (0, 128, 64, 32)
-"""Elements of a row that share a scale; 0: the whole row."""
-
-
 def _format(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Return the format that explains the differences of two tensors; "" if none does."""
-    name = _fitting_format(a, b)
+    """Return the format whose rounding explains the differences of two tensors; "" if none does."""
+    rows_a, rows_b = _matrix(a), _matrix(b)
+    at = torch.linspace(0, len(rows_a) - 1, min(SAMPLE, len(rows_a))).long()
+    sample = rows_a[at].float(), rows_b[at].to(rows_a.device).float()
+
+    def fits(step: Step, block: int, scaled: bool) -> bool:
+        return (
+            _is_small(*sample, step, block, scaled)
+            and _is_even(*sample, step, block, scaled)
+            and all(_is_small(*chunk, step, block, scaled) for chunk in _chunks(a, b))
+        )
+
+    width = rows_a.shape[-1]
+    tried = [(name, step, 0, False) for name, step in _PLAIN.items()]
+    for block in (block for block in _BLOCKS if not block or width % block == 0):
+        tried += [(name, step, block, True) for name, step in _SCALED.items()]
+    if width > 1:  # fp8 with one scale for the whole tensor
+        top = a.detach().abs().max().float()
+        tried.append(("fp8 (e4m3)", lambda values, _: _float8(values, top), 0, True))
+    fitting = (name for name, step, block, scaled in tried if fits(step, block, scaled))
+    name = next(fitting, "")
     return "" if name and _is_structured(a, b) else name
+
+
+def _steps(a: torch.Tensor, b: torch.Tensor, step: Step, scaled: bool) -> torch.Tensor:
+    """Return the steps of a format at each element; those of the larger side without scales."""
+    top = a.abs().amax(dim=-1, keepdim=True)
+    return step(a if scaled else torch.maximum(a.abs(), b.abs()), top).clamp_min(1e-38)
+
+
+def _blocks(a: torch.Tensor, b: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return (a.reshape(-1, block), b.reshape(-1, block)) if block else (a, b)
+
+
+def _is_small(a: torch.Tensor, b: torch.Tensor, step: Step, block: int, scaled: bool) -> bool:
+    """Return True if the differences are within the steps of a format."""
+    a, b = _blocks(a, b, block)
+    errors, top = (b - a).abs(), a.abs().amax(dim=-1, keepdim=True)
+    steps = _steps(a, b, step, scaled)
+    allowed = 0.56 * steps + STORED * a.abs() if scaled else 1.01 * steps + STORED * SMALL * top
+    within = float((errors <= allowed).float().mean()) >= WITHIN
+    return within and not (errors > torch.maximum(GROSS * allowed, NEGLIGIBLE * top)).any()
+
+
+def _is_even(a: torch.Tensor, b: torch.Tensor, step: Step, block: int, scaled: bool) -> bool:
+    """Return True if the differences fill the steps evenly, whatever the sign of the weight."""
+    a, b = _blocks(a, b, block)
+    errors = b - a
+    size = float((errors / _steps(a, b, step, scaled)).square().mean().sqrt())
+    if scaled and not EVEN[0] <= size <= EVEN[1]:
+        return False
+    by_chance = 2 / a.numel() ** 0.5
+    product = abs(float((errors * a).sum()))
+    return product <= (CORRELATED + by_chance) * float(errors.norm() * a.norm())
 
 
 def _is_structured(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -149,68 +200,6 @@ def _strongest(errors: torch.Tensor, start: torch.Tensor) -> float:
     for _ in range(8):
         start = torch.linalg.qr(errors.T @ (errors @ start)).Q
     return float(torch.linalg.matrix_norm(errors @ start, 2))
-
-
-def _fitting_format(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Return the format whose rounding errors are as large and as even as the differences."""
-    rows_a, rows_b = _matrix(a), _matrix(b)
-    at = torch.linspace(0, len(rows_a) - 1, min(SAMPLE, len(rows_a))).long()
-    sample = rows_a[at].float(), rows_b[at].to(rows_a.device).float()
-    for name, step in _PLAIN.items():
-        if _fits(*sample, step, 0) and all(_fits(*c, step, 0, whole=False) for c in _chunks(a, b)):
-            return name
-    for block in (block for block in _BLOCKS if not block or rows_a.shape[-1] % block == 0):
-        for name, step in _SCALED.items():
-            scaled = _fits(*sample, step, block, scaled=True)
-            if scaled and all(_fits(*c, step, block, whole=False) for c in _chunks(a, b)):
-                return name
-    if rows_a.shape[-1] > 1 and _fits_matrix(a, b):
-        return "fp8 (e4m3)"
-    return ""
-
-
-def _fits_matrix(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True for fp8 with one scale for the whole tensor."""
-    top = a.detach().abs().max().float()
-
-    def step(values: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return _float8(values, top)
-
-    return all(_fits(*chunk, step, 0, scaled=True) for chunk in _chunks(a, b))
-
-
-def _fits(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    step: Step,
-    block: int,
-    *,
-    scaled: bool = False,
-    whole: bool = True,
-) -> bool:
-    """Return True if the differences look like rounding to a format.
-
-    `block` elements share a scale, 0 for a row. The errors of a `scaled` format fill the steps
-    evenly. Without `whole`, the size of the errors alone is checked.
-    """
-    if block:
-        a, b = a.reshape(-1, block), b.reshape(-1, block)
-    errors, top = b - a, a.abs().amax(dim=-1, keepdim=True)
-    larger = torch.maximum(a.abs(), b.abs()) if not scaled else a
-    steps = step(larger, top).clamp_min(1e-38)
-    allowed = 0.56 * steps + STORED * a.abs() if scaled else 1.01 * steps + STORED * SMALL * top
-    if float((errors.abs() <= allowed).float().mean()) < WITHIN:
-        return False
-    if (errors.abs() > torch.maximum(GROSS * allowed, NEGLIGIBLE * top)).any():
-        return False
-    if not whole:
-        return True
-    size = float((errors / steps).square().mean().sqrt())
-    if scaled and not EVEN[0] <= size <= EVEN[1]:
-        return False
-    product = float((errors * a).sum())
-    by_chance = 2 / a.numel() ** 0.5
-    return abs(product) <= (CORRELATED + by_chance) * float(errors.norm() * a.norm())
 
 
 CLOSE = 0.02

@@ -68,5 +68,3 @@ SmokeEngine = Literal["vllm", "server", "transformers"]
 """`server` is `vllm serve`, verified over HTTP as a user reaches it."""
 Profile = Literal["strict", "standard", "relaxed"]
 """Drift limits, see `tasks/drift/fingerprint.py`."""
-ServerKind = Literal["auto", "vllm", "sglang", "llama.cpp", "openai"]
-"""APIs of running servers, see `tasks/verify/servers/`."""

@@ -17,7 +17,6 @@ from tasks.config.choices import (
     NonNegative,
     Positive,
     Profile,
-    ServerKind,
     SmokeEngine,
 )
 from tasks.config.section import Section
@@ -60,14 +59,10 @@ class Verify(Recorded):
     source: str | None = None  # folder with plumbline.witness, or a served one; it has to be set
     name: str | None = None  # name of the model on the server; null: the one made of source
     base: str | None = None  # name of its base on the server; null: what the server says
-    kind: ServerKind = "auto"  # API of the server; auto: by its endpoints
     profile: Profile = "standard"  # limits of the server's distance from the trained model
     timeout_s: Positive = 60.0  # seconds to wait for one response
     workers: Annotated[int, Interval(ge=1, le=256)] = 8  # requests at a time
-    ca: str | None = None  # file with the certificates to trust; null: those of the system
     out: str | None = None  # file for the report, .xml as JUnit, else JSON; "-": print JSON
-    watch: Positive | None = None  # seconds from check to check, for monitoring; null: check once
-    prometheus: str | None = None  # with watch: *.prom; null: verify.prom in paths.runs
     prefect: bool = False  # true: run as a Prefect flow, with the report in MLflow
     tag: str = ""  # free text that tells flow runs apart
 

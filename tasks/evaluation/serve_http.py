@@ -36,7 +36,7 @@ from tasks.verify.reference import Probe, Reference, token_facts
 from tasks.verify.run import run_checks
 from tasks.verify.servers.client import Client, parallel
 from tasks.verify.servers.llama_cpp import LlamaCppServer
-from tasks.verify.servers.openai import VllmServer
+from tasks.verify.servers.openai import OpenAiServer
 from tasks.verify.servers.server import Generated, Server
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 from tasks.witness.plumbline_witness.probes import CHATS
@@ -88,9 +88,9 @@ def serve_over_http(
             server = http_server.running(argv, port, limit, stage=STAGE, log=log, log_path=log_path)
         with server as url, closing(Client(url, timeout_s=limit)) as client:
             if file is None:
-                yield VllmServer(client, kind="vllm")
+                yield OpenAiServer(client, "vllm")
             else:
-                yield LlamaCppServer(client, client.get("/props"))
+                yield LlamaCppServer(client)
 
     reference = reference_of(question, scorer)
     began = time.perf_counter()

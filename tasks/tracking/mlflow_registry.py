@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from tasks.pipeline.report import Registered, RegisteredModel
@@ -20,7 +19,7 @@ EVALUATED_ON = "digest.heldout"
 GATE = "gate"
 """Tag with the verdict of the gate: `passed`, or the reason of its failure."""
 TRAINED_AT = "trained_at"
-"""Tag of a model version with the end of its training, which decides about `candidate`."""
+"""Tag with the end of the training in UTC, ISO 8601, which decides about `candidate`."""
 
 
 @dataclass(frozen=True)
@@ -73,41 +72,29 @@ def register_version(
     A version with the same path and digest is reused: a configuration that is run again from the
     cache registers nothing.
     """
-    name = model.name
+    name, at = model.name, model.trained_at
     wanted = {"path": str(model.served.path), "digest": model.served.digest}
     if not client.search_registered_models(f"name='{name}'"):
         client.create_registered_model(name)
     versions = client.search_model_versions(f"name='{name}'")
+    trained = {int(version.version): version.tags.get(TRAINED_AT, "") for version in versions}
     known = [version for version in versions if wanted.items() <= version.tags.items()]
-    trained = {int(version.version): _trained_at(version) for version in versions}
-    at = model.trained_at
     if known:
-        number, recorded = int(known[0].version), known[0].tags.get(TRAINED_AT, "")
-        at = max(at, recorded)  # later if the same bytes were trained again
-        if at != recorded:
-            client.set_model_version_tag(name, str(number), TRAINED_AT, at)
-        for tag in (NUMBERS, EVALUATED_ON, GATE):  # the evaluation may be another one
-            if tag in model.tags:
-                client.set_model_version_tag(name, str(number), tag, model.tags[tag])
+        number = int(known[0].version)
+        at = max(at, trained[number])  # later if the same bytes were trained again
+        # The evaluation may be another one.
+        tags = {tag: model.tags[tag] for tag in (NUMBERS, EVALUATED_ON, GATE) if tag in model.tags}
+        for tag, value in {**tags, TRAINED_AT: at}.items():
+            client.set_model_version_tag(name, str(number), tag, value)
     else:
         number = write({**model.tags, **wanted, TRAINED_AT: at})
-    trained[number] = _milliseconds(at)
+    trained[number] = at
     newest = max(trained, key=lambda each: (trained[each], each))
     client.set_registered_model_alias(name, "candidate", str(newest))
     version = f"models:/{name}/{number}"
     if promote:
         client.set_registered_model_alias(name, CHAMPION, str(number))
     return Registered(version, f"models:/{name}/{newest}", version if promote else "")
-
-
-def _trained_at(version: Any) -> float:
-    """Return the end of a version's training; earlier releases registered right after it."""
-    recorded = version.tags.get(TRAINED_AT)
-    return _milliseconds(recorded) if recorded else float(version.creation_timestamp)
-
-
-def _milliseconds(time: str) -> float:
-    return 1000 * datetime.fromisoformat(time).timestamp()
 
 
 def list_versions(client: Any) -> list[Version]:
@@ -119,25 +106,20 @@ def list_versions(client: Any) -> list[Version]:
         token = page.token
         if not token:
             break
-    # Not `version.aliases`: a search leaves them out.
-    aliases = {model: _aliases(client, model) for model in {v.name for v in listed}}
+    aliases: dict[str, dict[str, list[str]]] = {}  # a search leaves them out
+    for model in {version.name for version in listed}:
+        aliases[model] = {}
+        for alias, number in sorted(client.get_registered_model(model).aliases.items()):
+            aliases[model].setdefault(str(number), []).append(alias)
     listed.sort(key=lambda version: (version.name, -int(version.version)))
     return [
         Version(
             version.name,
             int(version.version),
-            aliases[version.name].get(str(version.version), ()),
+            tuple(aliases[version.name].get(str(version.version), ())),
             version.tags.get("path", ""),
             version.tags.get("digest", ""),
             dict(version.tags),
         )
         for version in listed
     ]
-
-
-def _aliases(client: Any, model: str) -> dict[str, tuple[str, ...]]:
-    """Return the aliases of a model's versions, by version number."""
-    by_version: dict[str, tuple[str, ...]] = {}
-    for alias, version in sorted(client.get_registered_model(model).aliases.items()):
-        by_version[str(version)] = (*by_version.get(str(version), ()), alias)
-    return by_version

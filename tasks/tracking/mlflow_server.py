@@ -26,7 +26,13 @@ from tasks.tracking.mlflow_registry import (
     list_versions,
     register_version,
 )
-from tasks.tracking.outbox import Record, RefusedError, UnreachableError, errors_of_mlflow
+from tasks.tracking.outbox import (
+    METRICS,
+    Record,
+    RefusedError,
+    UnreachableError,
+    errors_of_mlflow,
+)
 
 RECORD = "plumbline.record"
 """Tag with our id of a run, by which a run is found that MLflow created but did not confirm."""
@@ -64,10 +70,10 @@ class Server:
         if name not in self._experiments:
             self._require_space()
             known = self._client.get_experiment_by_name(name)
-            root = self._artifact_root
-            location = root.resolve().as_uri() if root else None
-            created = known.experiment_id if known else None
-            self._experiments[name] = created or self._client.create_experiment(name, location)
+            location = self._artifact_root.resolve().as_uri() if self._artifact_root else None
+            self._experiments[name] = (
+                known.experiment_id if known else self._client.create_experiment(name, location)
+            )
         return self._experiments[name]
 
     def _require_space(self) -> None:
@@ -80,24 +86,21 @@ class Server:
         first = records[0]
         self._require_space()
         with errors_of_mlflow():
-            if first["do"] == "start":
-                runs[first["run"]] = self._start(first, runs)
+            if first.call == "start":
+                runs[first.run] = self._start(first.run, runs, *first.arguments)
                 return
-            if first["run"] not in runs:
+            if first.run not in runs:
                 raise RefusedError("its run was refused")
-            run_id = runs[first["run"]]
-            if first["do"] == "metrics":
-                self._metrics(run_id, records)
-            elif first["do"] == "tags":
-                self._log(run_id, tags=first["tags"])
-            elif first["do"] == "input":
-                self._input(run_id, first)
-            elif first["do"] == "text":
-                self._client.log_text(run_id, first["text"], first["path"])
-            elif first["do"] == "file":
-                self._client.log_artifact(run_id, first["file"])
+            run_id = runs[first.run]
+            if first.call == METRICS:
+                from mlflow.entities import Metric
+
+                metrics = [Metric(*record.arguments) for record in records]
+                self._client.log_batch(run_id, metrics=metrics)
+            elif first.call == "log_inputs":
+                self._input(run_id, *first.arguments)
             else:
-                self._client.set_terminated(run_id, first["status"], end_time=first["at"])
+                getattr(self._client, first.call)(run_id, *first.arguments)
 
     def sample_system(self, run_id: str) -> None:
         """Let MLflow record the use of CPU, memory, network and GPUs until the run has ended."""
@@ -106,62 +109,43 @@ class Server:
         if os.environ.get("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true").lower() != "false":
             SystemMetricsMonitor(run_id, tracking_uri=self.uri).start()
 
-    def _start(self, record: Record, runs: Mapping[str, str]) -> str:
+    def _start(
+        self,
+        run: str,
+        runs: Mapping[str, str],
+        experiment_name: str,
+        name: str,
+        at: int,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        parent: str,
+    ) -> str:
         """Create a run with its parameters and tags, or find it; return its id."""
-        experiment = self.experiment_id(record["experiment"])
-        tags = {"mlflow.runName": record["name"], RECORD: record["run"], **record["tags"]}
-        if record["parent"]:
-            tags["mlflow.parentRunId"] = runs.get(record["parent"], "")
-        known = self._client.search_runs(
-            [experiment], f"tags.`{RECORD}` = '{record['run']}'", max_results=1
-        )
-        run = known[0] if known else self._client.create_run(
-            experiment, start_time=record["at"], tags=tags, run_name=record["name"]
-        )  # fmt: skip
-        run_id: str = run.info.run_id
-        params = list(record["params"].items())
-        for start in range(0, len(params), 100):
-            self._log(run_id, params=dict(params[start : start + 100]))
+        from mlflow.entities import Param
+
+        experiment = self.experiment_id(experiment_name)
+        all_tags = {RECORD: run, **tags}
+        if parent:
+            all_tags["mlflow.parentRunId"] = runs.get(parent, "")
+        known = self._client.search_runs([experiment], f"tags.`{RECORD}` = '{run}'", max_results=1)
+        created = known[0] if known else self._client.create_run(experiment, at, all_tags, name)
+        run_id: str = created.info.run_id
+        listed = [Param(key, value) for key, value in params.items()]
+        for start in range(0, len(listed), 100):  # MLflow's limit
+            self._client.log_batch(run_id, params=listed[start : start + 100])
         return run_id
 
-    def _metrics(self, run_id: str, records: list[Record]) -> None:
-        from mlflow.entities import Metric
-
-        metrics = [
-            Metric(name, value, record["at"], record["step"])
-            for record in records
-            for name, value in record["values"].items()
-        ]
-        self._client.log_batch(run_id, metrics=metrics)
-
-    def _input(self, run_id: str, record: Record) -> None:
+    def _input(self, run_id: str, context: str, dataset: Mapping[str, str]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        place = {key: record[key] for key in ("name", "digest", "source", "profile")}
-        tags = [InputTag("mlflow.data.context", record["context"])]
-        dataset = Dataset(**place, source_type="local", schema=None)
-        self._client.log_inputs(run_id, [DatasetInput(dataset, tags)])
-
-    def _log(
-        self, run_id: str, *, params: Mapping[str, str] | None = None,
-        tags: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        from mlflow.entities import Param, RunTag
-
-        self._client.log_batch(
-            run_id,
-            params=[Param(key, value) for key, value in (params or {}).items()],
-            tags=[RunTag(key, value) for key, value in (tags or {}).items()],
-        )
+        tags = [InputTag("mlflow.data.context", context)]
+        made = Dataset(**dataset, source_type="local", schema=None)
+        self._client.log_inputs(run_id, [DatasetInput(made, tags)])
 
     def register(
         self, model: RegisteredModel, run_id: str, experiment: str, *, promote: bool = False
     ) -> Registered:
-        """Register the served folder, and let `candidate` name the version trained last.
-
-        No weights are uploaded: the logged model has path and digest, which works with a database
-        and with a server.
-        """
+        """Register the served folder, and let `candidate` name the version trained last."""
         with errors_of_mlflow():
             return register_version(
                 self._client,
@@ -239,12 +223,11 @@ _LOADED_WITH = ("mlflow", "torch", "transformers", "tokenizers", "safetensors", 
 def _fluent_calls_go_to(uri: str) -> Iterator[None]:
     """Let MLflow's fluent API use a server, for a call that `MlflowClient` does not have.
 
-    The variables that MLflow sets are restored, since the next configuration would read them.
+    MLflow sets variables, which the next configuration would read: they are restored.
     """
     import mlflow
 
-    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
-    before = {name: os.environ.get(name) for name in names}
+    before = dict(os.environ)
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     try:
@@ -252,6 +235,7 @@ def _fluent_calls_go_to(uri: str) -> Iterator[None]:
     finally:
         mlflow.set_tracking_uri(None)
         mlflow.set_registry_uri(None)
-        for name in names:
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
             os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+            if name in before:
+                os.environ[name] = before[name]

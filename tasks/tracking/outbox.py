@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,21 @@ POLL_S = 2.0
 PAUSE_S = 5.0
 """Seconds after a failed delivery."""
 
-Record = dict[str, Any]
+
+@dataclass(frozen=True)
+class Record:
+    """A call of MLflow's client for a run: its name, our id of the run, further arguments.
+
+    `start` and `log_inputs` take fields that MLflow's thread makes an object of. A metric is its
+    name, value, time and step.
+    """
+
+    call: str
+    run: str
+    arguments: tuple[Any, ...] = ()
+
+
+METRICS = "log_metrics"
 Send = Callable[[list[Record], dict[str, str]], None]
 """(records of one run, MLflow's ids by ours) -> nothing. Adds new ids."""
 
@@ -47,8 +62,7 @@ class Outbox:
 
     def __init__(self, server: str, send: Send, reports: Path) -> None:
         self._server, self._send, self._reports = server, send, reports
-        self._fresh: deque[Record] = deque()
-        self._waiting: deque[Record] = deque()  # of the thread alone
+        self._waiting: deque[Record] = deque()
         self.runs: dict[str, str] = {}
         """MLflow's ids of runs by ours."""
         self.problem = ""
@@ -60,10 +74,10 @@ class Outbox:
         self._thread = threading.Thread(target=self._work, name="mlflow outbox", daemon=True)
         self._thread.start()
 
-    def put(self, **record: Any) -> None:
+    def put(self, call: str, run: str, *arguments: Any) -> None:
         """Add a record."""
         self._put += 1
-        self._fresh.append(record)
+        self._waiting.append(Record(call, run, arguments))
 
     def wait(self, limit_s: float) -> bool:
         """Wait until one delivery has been tried. Returns True if MLflow has all earlier records.
@@ -105,7 +119,8 @@ class Outbox:
                 is_last, self._is_asked = self._is_closing, False
                 self._begun += 1
             try:
-                self._deliver()
+                while batch := self._batch():
+                    self._deliver(batch)
                 self.problem = ""
             except Exception as error:  # the thread must live as long as the flow
                 if not self.problem:
@@ -116,29 +131,26 @@ class Outbox:
                 self._ended += 1
                 self._changed.notify_all()
 
-    def _deliver(self) -> None:
-        while batch := self._batch():
-            try:
-                self._send(batch, self.runs)
-            except RefusedError as error:
-                log.warning("MLflow refuses a record, which is left out: %s", error)
-                self._refused += len(batch)
-            for _ in batch:
-                self._waiting.popleft()
-            self._sent += len(batch)
+    def _deliver(self, batch: list[Record]) -> None:
+        try:
+            self._send(batch, self.runs)
+        except RefusedError as error:
+            log.warning("MLflow refuses a record, which is left out: %s", error)
+            self._refused += len(batch)
+        for _ in batch:
+            self._waiting.popleft()
+        self._sent += len(batch)
 
     def _batch(self) -> list[Record]:
-        """Return the oldest record, with the metrics of the same run that follow its metrics."""
-        while self._fresh:
-            self._waiting.append(self._fresh.popleft())
+        """Return the oldest record; of a metric, also those of the same run that follow."""
         batch: list[Record] = []
-        values = 0
-        for record in self._waiting:
-            same = batch and record["do"] == "metrics" and record["run"] == batch[-1]["run"]
-            values += len(record.get("values", ()))
-            if batch and (not same or batch[-1]["do"] != "metrics" or values > MOST_VALUES):
+        for at in range(min(len(self._waiting), MOST_VALUES)):  # others may be added meanwhile
+            record = self._waiting[at]
+            if batch and (record.call, record.run) != (METRICS, batch[0].run):
                 break
             batch.append(record)
+            if record.call != METRICS:
+                break
         return batch
 
 

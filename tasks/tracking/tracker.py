@@ -23,14 +23,12 @@ from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
 from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.tracking.mlflow_registry import CHAMPION, Version
 from tasks.tracking.mlflow_server import Server
-from tasks.tracking.outbox import Outbox, RefusedError, UnreachableError
+from tasks.tracking.outbox import METRICS, Outbox, RefusedError, UnreachableError
 
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
 _VALUE_LIMIT = 500
 _DIGEST_LIMIT = 36
 """Longest digest of a dataset in MLflow."""
-_NOTE_LIMIT = 8000
-"""Longest text of a tag in characters; MLflow would cut it in the middle of a word."""
 _DELIVER_S = 60.0
 """Time limit of a delivery if a server answers. If it does not, one attempt is made."""
 _INTERRUPTED_S = 5.0
@@ -93,10 +91,8 @@ class Tracker:
                 if self.run_id:
                     self._server.sample_system(self.run_id)
                 yield self.run_id
-        except Exception:
-            raise
-        except BaseException:
-            limit_s = _INTERRUPTED_S
+        except BaseException as error:
+            limit_s = _DELIVER_S if isinstance(error, Exception) else _INTERRUPTED_S
             raise
         finally:
             self._outbox.close(limit_s)
@@ -125,7 +121,7 @@ class Tracker:
             parent.read(digest, "training")
         for name, text in files.items():
             parent.text(name, text)
-        parent.tags({"mlflow.note.content": _note(description)})
+        parent.tags({"mlflow.note.content": description})
 
     def settle(self) -> str:
         """Deliver what waits. Returns a line about what MLflow has not recorded, or nothing."""
@@ -167,16 +163,8 @@ class Tracker:
     ) -> str:
         """Record the start of a run, and return our id of it."""
         local_id = uuid.uuid4().hex
-        self._outbox.put(
-            do="start",
-            run=local_id,
-            parent=parent,
-            name=redact(name),
-            experiment=self._experiment,
-            params=params,
-            tags=redacted(dict(tags)),
-            at=now(),
-        )
+        start = (self._experiment, redact(name), now(), params, redacted(dict(tags)), parent)
+        self._outbox.put("start", local_id, *start)
         return local_id
 
     @contextlib.contextmanager
@@ -189,7 +177,7 @@ class Tracker:
             status = "FAILED"
             raise
         finally:
-            self._outbox.put(do="end", run=local_id, status=status, at=now())
+            self._outbox.put("set_terminated", local_id, status, now())
 
 
 class StageRun:
@@ -216,24 +204,20 @@ class StageRun:
     def metrics(self, values: Mapping[str, float], step: int = 0, at: int | None = None) -> None:
         """Log numbers of a step, at a time in milliseconds; NaN is left out."""
         at = now() if at is None else at
-        numbers = {
-            _NAME.sub("_", name): float(value)
-            for name, value in values.items()
-            if value is not None and not math.isnan(float(value))
-        }
-        if not numbers:
-            return
-        self._outbox.put(do="metrics", run=self._id, values=numbers, step=step, at=at)
-        if self._events is not None:
-            if self._writer is None:
+        for name, value in values.items():
+            if value is None or math.isnan(number := float(value)):
+                continue
+            name = _NAME.sub("_", name)
+            self._outbox.put(METRICS, self._id, name, number, at, step)
+            if self._writer is None and self._events is not None:
                 from tensorboard.summary import Writer
 
                 self._writer = Writer(str(self._events))
-            for name, number in numbers.items():
+            if self._writer is not None:
                 self._writer.add_scalar(name, number, step, wall_time=at / 1000)
-            if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
-                self._writer.flush()
-                self._flushed = time.monotonic()
+        if self._writer is not None and time.monotonic() - self._flushed > _FLUSH_EVERY_S:
+            self._writer.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Close the event file."""
@@ -246,18 +230,17 @@ class StageRun:
 
     def text(self, name: str, text: str) -> None:
         """Log a small text file."""
-        self._outbox.put(do="text", run=self._id, path=name, text=redact(text))
+        self._outbox.put("log_text", self._id, redact(text), name)
 
     def tags(self, tags: Mapping[str, object]) -> None:
         """Set tags."""
-        texts = {key: redact(str(value)) for key, value in tags.items()}
-        self._outbox.put(do="tags", run=self._id, tags=texts)
+        for key, value in tags.items():
+            self._outbox.put("set_tag", self._id, key, redact(str(value)))
 
     def read(self, digest: str, context: str) -> None:
         """Log a dataset of this flow as an input for "training" or "evaluation"."""
         if digest in self._datasets:
-            dataset = self._datasets[digest]
-            self._outbox.put(do="input", run=self._id, context=context, **dataset)
+            self._outbox.put("log_inputs", self._id, context, self._datasets[digest])
 
     def contract(self, verdicts: list[dict[str, Any]]) -> None:
         """Log the checks, failed or not: name, expected, found, verdict."""
@@ -287,7 +270,7 @@ class StageRun:
         self.tags({"artifact": artifact.path, "digest": artifact.digest, "reused": reused})
         for name in (MANIFEST, "contract.json", *PRINTS):
             if (artifact.path / name).is_file():
-                self._outbox.put(do="file", run=self._id, file=str(artifact.path / name))
+                self._outbox.put("log_artifact", self._id, str(artifact.path / name))
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -319,11 +302,3 @@ def dataset_record(artifact: Artifact) -> dict[str, str]:
 def now() -> int:
     """Return the time in milliseconds, as MLflow counts it."""
     return int(time.time() * 1000)
-
-
-def _note(text: str) -> str:
-    """Cut a description to the length of a tag, at the end of a line."""
-    if len(text) <= _NOTE_LIMIT:
-        return text
-    more = "\n\n... and more, in the artifacts of this run\n"
-    return text[: _NOTE_LIMIT - len(more)].rpartition("\n")[0] + more

@@ -11,7 +11,7 @@ compare.py has the distance of a server from a fingerprint, causes.py what a dis
 
 from tasks.verify.reference import Reference, read_reference
 from tasks.verify.run import EXIT_STATUS, Report, Target, choose, verify
-from tasks.verify.servers.connect import connect
+from tasks.verify.servers import connect
 
 __all__ = [
     "EXIT_STATUS", "Reference", "Report", "Target", "choose", "connect",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -13,14 +12,7 @@ from tasks.drift.share import TOLERANCE, WIDEST, Share, adapter_share
 from tasks.drift.verdict import limit_in
 from tasks.verify.compare import Aligned, Distance, align, distance, format_of
 from tasks.verify.reference import Reference
-from tasks.verify.servers.server import (
-    EMPTY,
-    SAMPLED,
-    Scores,
-    Server,
-    UnsupportedError,
-    score,
-)
+from tasks.verify.servers.server import EMPTY, SAMPLED, Scores, Server, UnsupportedError, score
 
 COARSEST = 5.0
 """Least effect of an adapter, in units of a 16-bit trainer's noise: its dose is 0.1 off."""
@@ -56,12 +48,6 @@ class Asked:
         self._scores: dict[str, list[Scores]] = {}
         self._aligned: dict[str, Aligned] = {}
 
-    def score(
-        self, model: str, sequences: Sequence[Sequence[int]], *, workers: int, cache: bool = False
-    ) -> list[Scores]:
-        """Return the log-probabilities of sequences; see `servers.server.score`."""
-        return score(self.server, model, sequences, workers=workers, cache=cache)
-
     @cached_property
     def is_slow(self) -> bool:
         """True if each scored position costs a request."""
@@ -70,6 +56,13 @@ class Asked:
         except UnsupportedError:
             return True
         return False
+
+    def length(self, model: str) -> int | None:
+        """Return the context of a name or of its base, in tokens; None if the server says none."""
+        served = {entry.name: entry for entry in self.server.models()}
+        entry = served.get(model)
+        parent = served.get(entry.parent or "") if entry else None
+        return next((each.max_length for each in (entry, parent) if each and each.max_length), None)
 
     def scores(self, model: str) -> list[Scores]:
         """Return the log-probabilities of the probes under a name of the server.
@@ -86,13 +79,6 @@ class Asked:
             ]
         return self._scores[model]
 
-    def length(self, model: str) -> int | None:
-        """Return the context of a name or of its base, in tokens; None if the server says none."""
-        served = {entry.name: entry for entry in self.server.models()}
-        entry = served.get(model)
-        parent = served.get(entry.parent or "") if entry else None
-        return next((e.max_length for e in (entry, parent) if e and e.max_length), None)
-
     def aligned(self, model: str) -> Aligned:
         """Return the log-probabilities by position and id of the reference."""
         if model not in self._aligned:
@@ -105,11 +91,11 @@ class Asked:
         seen = (format_of(self.reference.trained, each) for each in list(self._aligned.values()))
         return next((dtype for dtype in seen if dtype), "bfloat16")
 
-    def _noise_of(self, dtype: str) -> float | None:
-        """Return the noise of a format for this model (nats); None if it was not measured."""
+    def _noise_of(self, dtype: str) -> float:
+        """Return the noise of a format for this model (nats); 0 if it was not measured."""
         trained = self.reference.trained
         noise = trained.formats.get(dtype)
-        return None if noise is None else noise.typical_kl(routed=trained.routed)
+        return noise.typical_kl(routed=trained.routed) if noise else 0.0
 
     @cached_property
     def limit(self) -> DriftLimit:
@@ -124,8 +110,7 @@ class Asked:
         half, by the share that it has in their difference.
         """
         dtype = self.reference.trained.arithmetic
-        noise = None if dtype == "float32" else self._noise_of(dtype)
-        return COARSEST * (noise or 0.0)
+        return 0.0 if dtype == "float32" else COARSEST * self._noise_of(dtype)
 
     def distance(self, model: str) -> Distance:
         """Return the distance of a name from the trained model."""
@@ -157,9 +142,8 @@ class Asked:
         measured = adapter_share(trained, base, served.logprobs, served.measured)
         if measured is None:
             return None
-        usual = (self._noise_of(self.format) or 0.0) / measured.signal
-        left = max(0.0, measured.remainder - usual)
-        return replace(measured, remainder=left)  # without the noise of a correct server
+        usual = self._noise_of(self.format) / measured.signal  # of a correct server
+        return replace(measured, remainder=max(0.0, measured.remainder - usual))
 
     def clear_dose(self, model: str) -> Share | None:
         """Return the same; None if the trainer's own noise would pull it towards one half."""
@@ -173,8 +157,7 @@ class Asked:
         to a quarter of their ratio (as standard deviations).
         """
         least = WIDEST if self.reference.trained.routed else TOLERANCE
-        ratio = (self._noise_of(self.format) or 0.0) / measured.signal
-        return max(least, LEAN * math.sqrt(ratio))
+        return max(least, LEAN * math.sqrt(self._noise_of(self.format) / measured.signal))
 
     def is_whole(self, measured: Share | None) -> bool:
         """Return True if a dose is that of a correct server, or the adapter changes nothing."""

@@ -31,11 +31,6 @@ SIBLINGS = 8
 """Most other models that are read."""
 COMMON = 4
 """Fewest probes on which two models are compared."""
-_NO_REFERENCE = (
-    "train with `python -m plumbline_witness -- <your training command>`, which records what a "
-    "server is compared with; or make a served folder: `python flows/deliver.py {source} "
-    "base=<the base> out=<a new folder>`, and give that as source"
-)
 _DATE = re.compile(r"strftime|datetime|\bnow\b|today")
 """Words of chat templates that write the date of the request."""
 
@@ -114,13 +109,20 @@ class Reference:
             ends += value if isinstance(value, list) else [value]
         return list(dict.fromkeys(end for end in ends if isinstance(end, int)))
 
-    def siblings(self) -> tuple[tuple[str, Reference], ...]:
+    def siblings(self) -> list[tuple[str, Reference]]:
         """Return other models by name: checkpoints of the same training, then other trainings.
 
-        They have a readable record of `COMMON` of the same probes, beside this folder or in it.
+        They have a readable record of `COMMON` of the same probes, beside this folder or in it; the
+        nearest step comes first.
         """
+        here, step = self.folder.resolve(), self.facts.get("step", 0)
+        near: dict[Path, float] = {}
+        for path in (*here.parent.glob("*/plumbline.witness"), *here.glob("*/plumbline.witness")):
+            match = re.fullmatch(r"checkpoint-(\d+)", path.parent.name)
+            near[path.parent] = abs(int(match[1]) - step) if match else math.inf
+        near.pop(here, None)
         siblings: list[tuple[str, Reference]] = []
-        for folder in self._folders():
+        for folder in sorted(near, key=lambda path: (near[path], path)):
             try:
                 sibling = read_reference(folder)
             except (PlumblineError, OSError):
@@ -128,18 +130,7 @@ class Reference:
             again = np.array_equal(sibling.trained.logprobs, self.trained.logprobs)
             if not again and len(set(sibling.sequences) & set(self.sequences)) >= COMMON:
                 siblings.append((folder.name, sibling))
-        return tuple(siblings[:SIBLINGS])
-
-    def _folders(self) -> list[Path]:
-        """Return folders with a record beside and inside of this one, the nearest step first."""
-        here, step = self.folder.resolve(), self.facts.get("step", 0)
-        near: dict[Path, float] = {}
-        for parent in (here.parent, here):
-            for path in parent.glob("*/plumbline.witness"):
-                match = re.fullmatch(r"checkpoint-(\d+)", path.parent.name)
-                near[path.parent] = abs(int(match[1]) - step) if match else math.inf
-        near.pop(here, None)
-        return sorted(near, key=lambda path: (near[path], path))
+        return siblings[:SIBLINGS]
 
     def shared(self, other: Reference) -> tuple[list[int], Fingerprint]:
         """Return the numbers of the probes that another reference has too, and its print of them.
@@ -220,7 +211,10 @@ def _served(folder: Path) -> Reference:
         raise ArtifactError(
             f"{folder}: no plumbline.witness, and not a folder that Plumbline served: nothing to "
             "compare a server with",
-            hint=_NO_REFERENCE.format(source=typed("source", folder)),
+            hint="train with `python -m plumbline_witness -- <your training command>`, which "
+            "records what a server is compared with; or make a served folder: "
+            f"`python flows/deliver.py {typed('source', folder)} base=<the base> "
+            "out=<a new folder>`, and give that as source",
         )
     trained = _load(path)
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
@@ -246,10 +240,11 @@ def _rendered(folder: Path) -> Iterator[Probe]:
 
 def token_facts(folder: Path) -> dict[str, Any]:
     """Return tokens and generation settings of a served folder, under the keys of a witness."""
-    names = ("config", "generation_config")
-    files = {name: folder / f"{name}.json" for name in names}
-    read = {name: read_json(file) if file.is_file() else {} for name, file in files.items()}
-    return {"tokenizer": {}, **read}
+    facts: dict[str, Any] = {"tokenizer": {}}
+    for name in ("config", "generation_config"):
+        file = folder / f"{name}.json"
+        facts[name] = read_json(file) if file.is_file() else {}
+    return facts
 
 
 def _load(path: Path) -> Fingerprint:

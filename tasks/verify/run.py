@@ -11,9 +11,8 @@ What the server's API could not prove is named in every form of the report.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,17 +20,12 @@ from tasks.core import report
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
-from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
-from tasks.verify.checks.prompt import context, eos, template, tokens
-from tasks.verify.checks.sampling import sampling
-from tasks.verify.checks.weights import adapter, base, distribution
+from tasks.verify.checks import CHECKS
 from tasks.verify.reference import Reference
-from tasks.verify.servers.server import ServedModel, Server, ServerError
+from tasks.verify.servers.server import ServedModel, Server
 
 DECISIVE = "distribution"
 """Check without which nothing is verified."""
-ADAPTER = "adapter"
-"""Check without which a model is not told from its base."""
 
 Outcome = Literal["verified", "fault", "unverified"]
 EXIT_STATUS: Mapping[Outcome, int] = {"verified": 0, "fault": 1, "unverified": 2}
@@ -62,8 +56,10 @@ class Report:
     @property
     def undecided(self) -> bool:
         """True if the answers were compared with base and trained model, and could be of either."""
-        adapter = (check for check in self.checks if check.code == ADAPTER)
-        return any(check.verdict == "unknown" and check.measured for check in adapter)
+        return any(
+            check.code == "adapter" and check.verdict == "unknown" and check.measured
+            for check in self.checks
+        )
 
     @property
     def causes(self) -> tuple[Cause, ...]:
@@ -86,7 +82,7 @@ class Report:
         elif self.outcome == "verified":
             text = f"verified: {who} is the model of {self.source}"
         elif self.undecided:
-            text = f"NOT VERIFIED: {who} may be {self.source} or its base: see {ADAPTER}"
+            text = f"NOT VERIFIED: {who} may be {self.source} or its base: see adapter"
         else:
             text = f"NOT VERIFIED: {who} could not be compared with {self.source}"
         return f"{text}; not proven: {', '.join(self.unproven)}" if self.unproven else text
@@ -127,27 +123,6 @@ def _as_json(check: Row) -> dict[str, Any]:
     return {**fields, **numbers, "causes": [asdict(cause) for cause in check.causes]}
 
 
-CheckFunction = Callable[[Asked], Row]
-CHECKS: Mapping[str, CheckFunction] = {
-    "distribution": distribution,
-    "adapter": adapter,
-    "base": base,
-    "template": template,
-    "tokens": tokens,
-    "eos": eos,
-    "context": context,
-    "sampling": sampling,
-    "leak": leak,
-    "batching": batching,
-    "prefix-cache": prefix_cache,
-    "long-prompts": long_prompts,
-    "streaming": streaming,
-}
-"""All checks by name, in their order; `adapter` and `base` run for adapters only."""
-GONE = ("unreachable", "login")
-"""Codes of a `ServerError` after which no request will be answered."""
-
-
 @dataclass(frozen=True)
 class Target:
     """Names on the server: the model to check, and its base; None if the server says none."""
@@ -159,14 +134,10 @@ class Target:
 def choose(
     served: Sequence[ServedModel], source: Path, *, model: str | None, base: str | None
 ) -> Target:
-    """Return the names of the model and of its base.
+    """Return the names of the model and of its base, as far as the user has not chosen them.
 
-    Args:
-        model: the user's choice; None for the only model, or the one that was loaded from `source`.
-        base: the user's choice; None for the parent that the server names.
-
-    Raises:
-        ConfigError: with a line for each name that is not clear.
+    The model is the only one, or the one that was loaded from `source`; the base is the parent that
+    the server names. Raises ConfigError, with a line for each name that is not clear.
     """
     by_name = {entry.name: entry for entry in served}
     names = ", ".join(by_name) or "none"
@@ -176,11 +147,11 @@ def choose(
         if name is not None and name not in by_name
     ]
     if model is None:
-        roots = {entry.name: Path(entry.root or ".") for entry in served}
         loaded = [
             name
-            for name, root in roots.items()
-            if root.is_absolute() and root.resolve() == source.resolve()
+            for name, entry in by_name.items()
+            if (entry.root or "").startswith("/")
+            and Path(entry.root or "").resolve() == source.resolve()
         ]
         candidates = loaded or list(by_name)
         if len(candidates) == 1:
@@ -223,36 +194,31 @@ def verify(
 
 
 def run_checks(asked: Asked, only: Sequence[str] = ()) -> tuple[Row, ...]:
-    """Run the checks that apply, each on the answers that the earlier ones got."""
-    left_out = set()
+    """Run the checks that apply, each on the answers that the earlier ones got.
+
+    One that raises has proven nothing, and is "unknown" with its reason. If the server has gone,
+    all others have that reason, too.
+    """
+    left_out: tuple[str, ...] = ()
     if asked.reference.base is None:
-        left_out = {"adapter", "base"}
+        left_out = ("adapter", "base")
     elif asked.base is None:
-        left_out = {"base"}
-    checks: list[Row] = []
+        left_out = ("base",)
+    rows: list[Row] = []
     gone = ""
     for name, check in CHECKS.items():
         if name in left_out or (only and name not in only):
             continue
-        if gone:
-            checks.append(Row(name, "unknown", gone))
-            continue
-        made, gone = attempt(name, partial(check, asked))
-        checks.append(made)
-    return tuple(checks)
-
-
-def attempt(name: str, check: Callable[[], Row]) -> tuple[Row, str]:
-    """Run one check; one that raises has proven nothing, and is "unknown" with its reason.
-
-    Returns also the reason why no other one can be run, if the server has gone; else "".
-    """
-    try:
-        return check(), ""
-    except PlumblineError as error:
-        reason = "; ".join(filter(None, (error.message, error.hint)))
-        is_gone = isinstance(error, ServerError) and error.code in GONE
-        return Row(name, "unknown", reason), reason if is_gone else ""
-    except Exception as error:
-        reason = f"the check itself failed: {type(error).__name__}: {error}"
-        return Row(name, "unknown", reason), ""
+        reason = gone
+        if not gone:
+            try:
+                rows.append(check(asked))
+                continue
+            except PlumblineError as error:
+                reason = "; ".join(filter(None, (error.message, error.hint)))
+                if error.code in ("unreachable", "login"):
+                    gone = reason
+            except Exception as error:
+                reason = f"the check itself failed: {type(error).__name__}: {error}"
+        rows.append(Row(name, "unknown", reason))
+    return tuple(rows)

@@ -16,7 +16,7 @@ from tests.conftest import PROJECT
 from tests.verify import faults
 from tests.verify.serving import Running, serve
 
-ADAPTERS = 4
+ADAPTERS = 3
 SPOILT = f"lora-{ADAPTERS - 1}"
 
 

@@ -22,9 +22,7 @@ def adapters(lora: Path, another: Path, folder: Path) -> dict[str, Path]:
 
     return {
         "zeros": mixed(lora, folder / "zeros", 0.0),
-        "half": mixed(lora, folder / "half", 0.5),
         "one-layer": altered(lora, folder / "one-layer", one_layer),
-        "step-before": lora / "checkpoint-2",
     }
 
 
@@ -59,33 +57,6 @@ def without_eos(models: Path, out: Path) -> Path:
     _edit(out / "generation_config.json", lambda config: config.update(eos_token_id=number))
     _edit(out / "tokenizer_config.json", lambda config: config.update(eos_token=end))
     (out / "special_tokens_map.json").unlink(missing_ok=True)
-    return out
-
-
-def rounded_to_fp8(models: Path, out: Path) -> Path:
-    """Copy the base with linear weights that were rounded to float8 e4m3, one scale per tensor."""
-    import torch
-    from safetensors.torch import load_file as load
-    from safetensors.torch import save_file as save
-
-    _base(models, out)
-    (path,) = out.glob("*.safetensors")
-    tensors = load(path)
-    for name, tensor in tensors.items():
-        if name.endswith("proj.weight"):
-            scale = tensor.abs().max() / 448.0
-            tensors[name] = ((tensor / scale).to(torch.float8_e4m3fn).to(tensor.dtype)) * scale
-    save(tensors, path, metadata={"format": "pt"})
-    return out
-
-
-def other_tokenizer(out: Path) -> Path:
-    """Write the tokenizer of another model: the same size, learnt from other texts."""
-    from tasks.toy.tokenizer import train_tokenizer
-
-    words = ("zebra", "quartz", "vortex", "fjord", "glyph", "nymph", "waltz", "jukebox")
-    texts = [f"{a} {b} {a}{b}" for a in words for b in words] * 4
-    train_tokenizer(texts, context=512).save_pretrained(out)
     return out
 
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from flows.cli.tool import run
-from tests.answering import answering
-from tests.commands import command, environment
+from tests.commands import environment
 from tests.conftest import PROJECT
-from tests.verify import toy_model as toy
 from tests.verify.serving import free_port
-from tests.verify.synthetic import write_witness
-from tests.verify.toy_servers import OpenAI
 
 
 @pytest.fixture
@@ -38,15 +31,15 @@ def errors(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 def test_all_mistakes_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["url=host:8000", "source=absent", "out=no/report.json", "ca=absent.pem"]
+    words = ["url=host:8000", "source=absent", "out=no/report.json"]
     lines = errors(capsys, *words)
-    assert lines[0] == "4 problems; nothing was verified"
+    assert lines[0] == "3 problems; nothing was verified"
     assert "-> url=http://host:8000" in lines[1]
     assert "source: absent; no such folder" in lines[2]
-    assert [line.split(":")[0].strip() for line in lines[3:]] == ["out", "ca"]
-    lines = errors(capsys, *words, "watch=0", "timeout_s=0", "workers=0", "profle=strict")
+    assert [line.split(":")[0].strip() for line in lines[3:]] == ["out"]
+    lines = errors(capsys, *words, "timeout_s=0", "workers=0", "profle=strict")
     keys = {line.split()[0].rstrip(":") for line in lines[1:]}
-    assert keys == {"watch", "timeout_s", "workers", "profle"}
+    assert keys == {"timeout_s", "workers", "profle"}
 
 
 def test_a_server_that_is_down_and_a_source_without_a_reference(
@@ -72,35 +65,3 @@ def test_neither_torch_nor_prefect_is_imported(place: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
     assert "2 problems" in done.stderr
-
-
-def test_watch_until_a_signal(tmp_path: Path) -> None:
-    """The file for Prometheus changes with the server, and SIGTERM ends the command."""
-    metrics = tmp_path / "verify.prom"
-    source = write_witness(tmp_path / "checkpoint", toy.reference())
-
-    def until(verdict: str) -> None:
-        """Wait until the file counts two checks with this verdict."""
-        end = time.monotonic() + 240
-        pattern = rf'^plumbline_verify_checks_total\{{.*verdict="{verdict}".*\}} 2'
-        while not (metrics.is_file() and re.search(pattern, metrics.read_text(), re.MULTILINE)):
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < end
-            time.sleep(0.2)
-
-    with answering(OpenAI(limit=8, length=600).answers()) as server:
-        words = [f"url={server.url}", "name=base", f"source={source}", "watch=0.1"]
-        process = subprocess.Popen(
-            command("verify", *words, f"prometheus={metrics}"),
-            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        until("verified")
-        text = metrics.read_text()
-    until("unverified")
-    process.send_signal(signal.SIGTERM)
-    out = process.communicate(timeout=60)[0]
-    assert process.returncode == 143, out
-    for line in (r"verdict\{.*\} 1\.0", r'check\{check="distribution".*\} 1\.0'):
-        assert re.search(rf"^plumbline_verify_{line}", text, re.MULTILINE), text
-    gone = r"^plumbline_verify_verdict\{.*\} -1\.0$"
-    assert re.search(gone, metrics.read_text(), re.MULTILINE)

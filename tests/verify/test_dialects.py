@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.core.errors import ConfigError
-from tasks.verify.servers.connect import connect
+from tasks.verify.servers import connect
 from tasks.verify.servers.server import (
     SAMPLED,
     Scores,
@@ -152,11 +151,6 @@ def test_ollama_gets_the_way_to_a_server_that_is_asked() -> None:
     assert "llama-server" in caught.value.hint
 
 
-def test_what_is_no_server_of_the_kind_is_refused() -> None:
+def test_what_is_no_server_is_refused() -> None:
     with answering({"/": lambda _: {}}) as requests, pytest.raises(ServerError, match="/v1/models"):
         connect(requests.url)
-    with answering(servers.sglang()) as requests:
-        with pytest.raises(ConfigError, match="kind=x"):
-            connect(requests.url, kind="x")
-        with pytest.raises(ServerError, match="llama.cpp"):
-            connect(requests.url, kind="llama.cpp")

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from tasks.core.errors import ConfigError
 from tasks.serving.rollout_servers.remote import KEY_VARIABLE
+from tasks.verify.servers import connect
 from tasks.verify.servers.client import Client
-from tasks.verify.servers.connect import connect
 from tasks.verify.servers.server import ServerError
 from tests.answering import Reply, Requests, answering, refusal
 from tests.verify.serving import free_port
@@ -117,34 +110,3 @@ def test_a_connection_that_the_server_closed_meanwhile_is_opened_again() -> None
         assert Client(f"http://127.0.0.1:{listener.getsockname()[1]}").post("/x", {}) == {}
         thread.join()
     assert [request[:6] for request in served] == [b"POST /", b"POST /"]
-
-
-def own_certificate(folder: Path) -> Path:
-    """Write a key and its self-signed certificate for 127.0.0.1 into one file."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "own")])
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), True)
-        .sign(key, hashes.SHA256())
-    )
-    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    private = key.private_bytes(serialization.Encoding.PEM, *form)
-    file = folder / "own.pem"
-    file.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
-    return file
-
-
-def test_a_servers_own_certificate_is_trusted_if_it_is_named(tmp_path: Path) -> None:
-    file = own_certificate(tmp_path)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(file)
-    with answering({"/x": lambda _: {"a": 1}}, tls) as server:
-        assert Client(server.url, ca=str(file)).get("/x") == {"a": 1}
-        for url in (server.url, server.url.replace("https", "HTTPS")):
-            with pytest.raises(ServerError) as caught:
-                Client(url, key=KEY).get("/x")
-            assert caught.value.hint.startswith("ca=")
-    assert len(server.seen) == 1

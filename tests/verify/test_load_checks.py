@@ -11,7 +11,7 @@ from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
 from tasks.verify.compare import change
-from tasks.verify.servers.connect import connect
+from tasks.verify.servers import connect
 from tasks.verify.servers.server import Entry
 from tests.answering import Answer, answering
 from tests.verify import toy_model as toy

@@ -13,7 +13,7 @@ from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.prompt import context, difference, eos, template, tokens
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.servers.connect import connect
+from tasks.verify.servers import connect
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 from tests.answering import Answer, answering, refusal
 from tests.verify import toy_model as toy

@@ -16,7 +16,7 @@ import pytest
 
 from tests.commands import tracked_run
 from tests.verify import faults
-from tests.verify.conftest import ADAPTERS, SPOILT, Answer
+from tests.verify.conftest import SPOILT, Answer
 from tests.verify.serving import Running, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -32,7 +32,6 @@ def is_found(answer: Answer, cause: str) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "cause"),
     [
-        ("half", SPOILT, "adapter-scaled"),
         ("one-layer", SPOILT, "partly-other-weights"),
         ("lora-1", "lora-0", "adapters-swapped"),
         ("qlora", "qlora", "nf4-on-16-bit"),
@@ -48,37 +47,29 @@ SHORT = ("--override-generation-config", '{"temperature": 0.3}', "--max-model-le
 
 
 @pytest.mark.parametrize(
-    ("causes", "base", "options", "profile"),
+    ("causes", "base", "options"),
     [
-        (["default-temperature", "context-short"], None, SHORT, "standard"),
-        (["eos-missing"], faults.without_eos, (), "standard"),
-        (["rope"], faults.other_rope, (), "standard"),
-        # 1e-4 to 3e-4 nats on models of this size: less than `standard` asks for.
-        (["quantised"], faults.rounded_to_fp8, (), "strict"),
-        (["tokenizer"], None, ("--tokenizer", "other"), "standard"),
+        (["default-temperature", "context-short"], None, SHORT),
+        (["eos-missing"], faults.without_eos, ()),
+        (["rope"], faults.other_rope, ()),
     ],
 )
 def test_a_faulty_server(
     causes: Sequence[str], base: Callable[[Path, Path], Path] | None, options: Sequence[str],
-    profile: str, models: Path, verify: Verify, tmp_path: Path,
+    models: Path, verify: Verify, tmp_path: Path,
 ) -> None:  # fmt: skip
-    if "--tokenizer" in options:
-        options = ("--tokenizer", str(faults.other_tokenizer(tmp_path / "tokenizer")))
     folder = base(models, tmp_path / "base") if base else models / "base"
     log, modules = tmp_path / "server.log", {"lora-0": models / "lora-0"}
     with serve(folder, modules, log=log, options=options) as running:
-        words = (f"url={running.url}", f"source={models / 'lora-0'}", f"profile={profile}")
-        answer = verify(*words, "name=lora-0")
+        answer = verify(f"url={running.url}", f"source={models / 'lora-0'}", "name=lora-0")
     for cause in causes:
         is_found(answer, cause)
 
 
-def test_clean_servers_raise_no_alarm(server: Running, models: Path, verify: Verify) -> None:
-    for number in range(ADAPTERS - 1):
-        source = models / f"lora-{number}"
-        answer = verify(f"url={server.url}", f"source={source}", f"name={source.name}")
-        assert answer.code == 0, answer.out + answer.err
-        assert "fault" not in answer.verdicts.values()
+def test_a_clean_server_raises_no_alarm(server: Running, models: Path, verify: Verify) -> None:
+    answer = verify(f"url={server.url}", f"source={models / 'lora-0'}", "name=lora-0")
+    assert answer.code == 0, answer.out + answer.err
+    assert "fault" not in answer.verdicts.values()
 
 
 def records(runs: Path, query: str) -> list[Any]:
@@ -110,8 +101,3 @@ def test_a_fault_is_a_failed_run_with_its_report(
     assert metrics["check/distribution/mean_kl"] > 0.01
     kept = Path(client.download_artifacts(tracked.info.run_id, "report.json")).read_text()
     assert json.loads(kept) == answer.report
-
-    good = verify(*words, "name=lora-0", f"paths.runs={runs}")
-    assert good.code == 0, good.out + good.err
-    states = records(runs, "select state_type from flow_run order by start_time")
-    assert states == [("FAILED",), ("COMPLETED",)]

@@ -20,7 +20,7 @@ from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.compare import change, changes, exceeds
 from tasks.verify.servers.client import parallel
-from tasks.verify.servers.server import Entry, Generated, Scores, UnsupportedError
+from tasks.verify.servers.server import Entry, Generated, Scores, UnsupportedError, score
 
 CROWD = 32
 """Requests at the same time."""
@@ -40,9 +40,9 @@ _TIE = 0.5
 def batching(asked: Asked) -> Row:
     """Score the same sequences alone and in a crowd."""
     sequences = _beginnings(asked, 2 if asked.is_slow else 8)
-    alone = asked.score(asked.model, sequences, workers=1)
+    alone = score(asked.server, asked.model, sequences, workers=1)
     copies = -(-CROWD // len(sequences))
-    crowd = asked.score(asked.model, sequences * copies, workers=CROWD)
+    crowd = score(asked.server, asked.model, sequences * copies, workers=CROWD)
     text = f"alone and beside {CROWD - 1} other requests"
     return _judged(asked, "batching", "batch-variance", changes(alone * copies, crowd), text)
 
@@ -130,7 +130,7 @@ def leak(asked: Asked) -> Row:
     if len(names) < 2:
         return Row("leak", "unknown", "the server has no second model to mix it up with")
     sequences = _beginnings(asked, 1 if asked.is_slow else 4)
-    alone = {name: asked.score(name, sequences, workers=1) for name in names}
+    alone = {name: score(asked.server, name, sequences, workers=1) for name in names}
     apart = max(_mean(alone[names[0]], alone[name]) for name in names[1:])
     measured: dict[str, float | str] = {"models": len(names), "apart": apart}
     if apart <= limit.mean_kl:
@@ -149,11 +149,11 @@ def leak(asked: Asked) -> Row:
                     f"{name} answers {moved[name]:.2e} nats apart from itself beside requests for "
                     f"other models, {crowd} at a time, nearest to {nearest}"
                 )
-                return Row("leak", "fault", text, measured, _mixed(asked, parents, name), limits)
+                return Row("leak", "fault", text, measured, _mixed(parents, name), limits)
     other = _decoded(asked, names, sequences[0][: _LENGTH // 2])
     if other is not None:
         text = f"{other} generates other tokens beside requests for other models"
-        return Row("leak", "fault", text, measured, _mixed(asked, parents, other), limits)
+        return Row("leak", "fault", text, measured, _mixed(parents, other), limits)
     text = f"{', '.join(names)} by turns, up to {CROWD} at a time: {worst:.1e} nats apart"
     return Row("leak", "ok", text, measured, limit=limits)
 
@@ -165,11 +165,11 @@ def _interleaved(
     jobs = [(name, at) for at in range(len(sequences)) for name in names]
     jobs = jobs * -(-crowd // len(jobs))
 
-    def score(job: tuple[str, int]) -> Scores:
+    def ask(job: tuple[str, int]) -> Scores:
         # These may use a prompt cache, as the requests of users do.
-        return asked.score(job[0], [sequences[job[1]]], workers=1, cache=True)[0]
+        return score(asked.server, job[0], [sequences[job[1]]], workers=1, cache=True)[0]
 
-    by_job = dict(zip(jobs, parallel(score, jobs, crowd), strict=True))
+    by_job = dict(zip(jobs, parallel(ask, jobs, crowd), strict=True))
     return {name: [by_job[name, at] for at in range(len(sequences))] for name in names}
 
 
@@ -230,15 +230,8 @@ def _mean(before: Sequence[Scores], after: Sequence[Scores]) -> float:
     return float(values.mean()) if values.size else 0.0
 
 
-def _mixed(asked: Asked, parents: Mapping[str, str | None], name: str) -> tuple[Cause, ...]:
-    (cause,) = _cause("adapters-mixed" if parents.get(name) else "lora-leak")
-    if asked.server.kind != "llama.cpp":
-        return (cause,)
-    hint = (
-        "llama-server --no-cache-prompt, or cache_prompt=false with every request: its prompt "
-        "cache mixes adapters (llama.cpp issue 26207)"
-    )
-    return (Cause(cause.code, cause.text, hint),)
+def _mixed(parents: Mapping[str, str | None], name: str) -> tuple[Cause, ...]:
+    return _cause("adapters-mixed" if parents.get(name) else "lora-leak")
 
 
 def _cause(code: str) -> tuple[Cause, ...]:
@@ -266,11 +259,12 @@ _CAUSES = {
     "lora-leak": (
         "an adapter leaks into requests for the base",
         "serve the base by a server of its own (vLLM issues 42008 and 49063); vLLM 0.32 on a CPU "
-        "keeps apart with --max-loras <one more than adapters>",
+        "keeps apart with --max-loras <one more than adapters>, llama.cpp with --no-cache-prompt",
     ),
     "adapters-mixed": (
         "requests for one adapter are answered by another one or by the base",
-        "vllm serve --max-loras <number of adapters>, or one server per adapter",
+        "vllm serve --max-loras <number of adapters>; llama-server --no-cache-prompt (llama.cpp "
+        "issue 26207); or one server per adapter",
     ),
 }
 """Text and hint by code."""

@@ -14,6 +14,7 @@ from tasks.verify.servers.server import Prompt, ServerError, UnsupportedError
 from tasks.witness.plumbline_witness.probes import LIMIT
 
 _WINDOW = 6
+"""Tokens of a difference that are shown."""
 _FEWEST, _FEWEST_CUT = 3, 8
 """Tokens that have to agree after an insertion, so that it is one."""
 _LIKELY = math.log(0.5)
@@ -23,35 +24,12 @@ _LONGEST = 4096
 """Tokens of the prompt that looks for silent cuts."""
 
 
-class Difference(NamedTuple):
-    """First difference of two token sequences, and a few tokens of both from there on."""
-
-    kind: str  # a key of `_CAUSES`, "inserted", "removed" or "other"
-    position: int
-    trained: tuple[int, ...]
-    served: tuple[int, ...]
-
-    def details(self) -> dict[str, float | str]:
-        """Return position and tokens for a report."""
-        trained, served = str(self.trained), str(self.served)
-        return {"position": self.position, "trained": trained, "served": served}
-
-
 def template(asked: Asked) -> Row:
     """Compare the server's rendering of the conversations with the training's."""
+    name = "template"
     chats = [probe for probe in asked.reference.tokenised if probe.messages]
     if not chats:
-        return Row("template", "unknown", "the reference has no conversations")
-    try:
-        return _conversations(asked, chats)
-    except ServerError as error:
-        if error.code != "request":
-            raise
-        reason = f"the server refuses a conversation: {error.message}"
-        return Row("template", "fault", reason, causes=(_cause("template"),))
-
-
-def _conversations(asked: Asked, chats: Sequence[Probe]) -> Row:
+        return Row(name, "unknown", "the reference has no conversations")
     differing: list[tuple[Probe, Difference]] = []
     try:
         for probe in chats:
@@ -61,89 +39,21 @@ def _conversations(asked: Asked, chats: Sequence[Probe]) -> Row:
                 differing.append((probe, differs))
     except UnsupportedError:
         return _lengths(asked, chats)
+    except ServerError as error:
+        if error.code != "request":
+            raise
+        text = f"the server refuses a conversation: {error.message}"
+        return Row(name, "fault", text, causes=_cause(name))
     measured: dict[str, float | str] = {"conversations": len(chats), "differing": len(differing)}
     if not differing:
-        return Row("template", "ok", f"{len(chats)} conversations, the same tokens", measured)
+        return Row(name, "ok", f"{len(chats)} conversations, the same tokens", measured)
     probe, first = differing[0]
     text = (
         f"{len(differing)} of {len(chats)} conversations differ; number {probe.number} at token "
         f"{first.position}: {_shown(asked, first)}"
     )
     causes = _template_causes(asked, differing)
-    return Row("template", "fault", text, measured | first.details(), causes)
-
-
-def tokens(asked: Asked) -> Row:
-    """Compare the server's tokens of the public texts with the training's."""
-    name, server = "tokens", asked.server
-    texts = [
-        (probe, probe.text)
-        for probe in asked.reference.tokenised
-        if probe.kind in ("text", "prompt") and probe.text is not None
-    ]
-    if not texts:
-        return Row(name, "unknown", "the reference has no texts; a witness has them")
-    for probe, text in texts:
-        differs = _difference(asked, probe.ids, server.tokenize(asked.model, text))
-        if differs is not None:
-            place = f"{probe.kind} {probe.number} differs at token {differs.position}"
-            code = differs.kind if differs.kind.startswith("bos-") else "tokenizer"
-            line = f"{place}: {_shown(asked, differs)}"
-            return Row(name, "fault", line, differs.details(), (_cause(code),))
-    return Row(name, "ok", f"{len(texts)} texts, the same tokens", {"texts": len(texts)})
-
-
-def _difference(asked: Asked, ids: Sequence[int], served: Sequence[int]) -> Difference | None:
-    bos = asked.reference.token_settings("tokenizer").get("bos_token_id")
-    return difference(ids, served, cut=len(ids) >= LIMIT, bos=bos)
-
-
-def difference(
-    trained: Sequence[int], served: Sequence[int], *, cut: bool = False, bos: int | None = None
-) -> Difference | None:
-    """Return the first difference; None if there is none.
-
-    `cut` says that `trained` is only the beginning of a longer sequence.
-    """
-    trained, served = tuple(trained), tuple(served)
-    if trained == (served[: len(trained)] if cut else served):
-        return None
-    pairs = zip(trained, served, strict=False)
-    position = next((at for at, (t, s) in enumerate(pairs) if t != s), None)
-    at = min(len(trained), len(served)) if position is None else position
-    kind = _kind(trained, served, at, cut, bos)
-    window = slice(at, at + _WINDOW)
-    return Difference(kind, at, trained[window], served[window])
-
-
-def _kind(
-    trained: tuple[int, ...], served: tuple[int, ...], at: int, cut: bool, bos: int | None
-) -> str:
-    if bos in (None, *served[:1]) and _same(trained, served[1:], cut):
-        return "bos-twice" if served[:1] == trained[:1] else "bos-added"
-    if bos in (None, *trained[:1]) and _same(trained[1:], served, cut):
-        return "bos-missing"
-    if at == len(served):
-        return "generation-prompt-missing"
-    if at == len(trained):
-        return "generation-prompt-longer"
-    for count in range(1, max(len(trained), len(served))):
-        if _overlap(trained[at:], served[at + count :], cut):
-            return "inserted"
-        if _overlap(trained[at + count :], served[at:], cut):
-            return "removed"
-    return "other"
-
-
-def _same(trained: tuple[int, ...], served: tuple[int, ...], cut: bool) -> bool:
-    size = min(len(trained), len(served)) if cut else max(len(trained), len(served))
-    return size > 0 and trained[:size] == served[:size]
-
-
-def _overlap(trained: tuple[int, ...], served: tuple[int, ...], cut: bool) -> bool:
-    """Return True if both go on alike to their ends, or to where `trained` was cut."""
-    size = min(len(trained), len(served))
-    return size >= (_FEWEST_CUT if cut else _FEWEST) and _same(trained, served, cut)
+    return Row(name, "fault", text, measured | first.details(), causes)
 
 
 def _ids(asked: Asked, probe: Probe) -> tuple[int, ...]:
@@ -162,7 +72,7 @@ def _lengths(asked: Asked, chats: Sequence[Probe]) -> Row:
         if length < len(ids) or (length > len(ids) and len(ids) < LIMIT):
             text = f"conversation {probe.number} has {length} tokens, {len(ids)} in training"
             measured = {"served": float(length), "trained": float(len(ids))}
-            return Row("template", "fault", text, measured, (_cause("template"),))
+            return Row("template", "fault", text, measured, _cause("template"))
     reason = f"{len(chats)} conversations have as many tokens as in training; not told which"
     return Row("template", "unknown", reason)
 
@@ -172,29 +82,112 @@ def _template_causes(
 ) -> tuple[Cause, ...]:
     try:
         if any(cause.code == "tokenizer" for cause in tokens(asked).causes):
-            return (_cause("tokenizer"),)
+            return _cause("tokenizer")
     except UnsupportedError:
         pass
     kinds = {differs.kind for _, differs in differing}
     if all((probe.messages or ({},))[0].get("role") != "system" for probe, _ in differing):
         if kinds == {"inserted"}:
-            return (_cause("system-prompt-added"),)
+            return _cause("system-prompt-added")
         if kinds == {"removed"}:
-            return (_cause("system-prompt-missing"),)
-    return tuple(_cause(kind) for kind in sorted(kinds) if kind in _CAUSES) or (_cause("template"),)
+            return _cause("system-prompt-missing")
+    return _cause(*sorted(kinds & _CAUSES.keys())) or _cause("template")
+
+
+def tokens(asked: Asked) -> Row:
+    """Compare the server's tokens of the public texts with the training's."""
+    name = "tokens"
+    texts = [
+        (probe, probe.text)
+        for probe in asked.reference.tokenised
+        if probe.kind in ("text", "prompt") and probe.text is not None
+    ]
+    if not texts:
+        return Row(name, "unknown", "the reference has no texts; a witness has them")
+    for probe, text in texts:
+        differs = _difference(asked, probe.ids, asked.server.tokenize(asked.model, text))
+        if differs is not None:
+            place = f"{probe.kind} {probe.number} differs at token {differs.position}"
+            code = differs.kind if differs.kind.startswith("bos-") else "tokenizer"
+            line = f"{place}: {_shown(asked, differs)}"
+            return Row(name, "fault", line, differs.details(), _cause(code))
+    return Row(name, "ok", f"{len(texts)} texts, the same tokens", {"texts": len(texts)})
+
+
+class Difference(NamedTuple):
+    """First difference of two token sequences, and a few tokens of both from there on."""
+
+    kind: str  # a key of `_CAUSES`, "inserted", "removed" or "other"
+    position: int
+    trained: tuple[int, ...]
+    served: tuple[int, ...]
+
+    def details(self) -> dict[str, float | str]:
+        """Return position and tokens for a report."""
+        trained, served = str(self.trained), str(self.served)
+        return {"position": self.position, "trained": trained, "served": served}
+
+
+def _difference(asked: Asked, ids: Sequence[int], served: Sequence[int]) -> Difference | None:
+    bos = asked.reference.token_settings("tokenizer").get("bos_token_id")
+    return difference(ids, served, cut=len(ids) >= LIMIT, bos=bos)
+
+
+def difference(
+    trained: Sequence[int], served: Sequence[int], *, cut: bool = False, bos: int | None = None
+) -> Difference | None:
+    """Return the first difference; None if there is none.
+
+    `cut` says that `trained` is only the beginning of a longer sequence.
+    """
+    trained, served = tuple(trained), tuple(served)
+    if trained == (served[: len(trained)] if cut else served):
+        return None
+    pairs = zip(trained, served, strict=False)
+    shorter = min(len(trained), len(served))
+    at = next((at for at, (t, s) in enumerate(pairs) if t != s), shorter)
+    window = slice(at, at + _WINDOW)
+    return Difference(_kind(trained, served, at, cut, bos), at, trained[window], served[window])
+
+
+def _kind(
+    trained: tuple[int, ...], served: tuple[int, ...], at: int, cut: bool, bos: int | None
+) -> str:
+    if bos in (None, *served[:1]) and _same(trained, served[1:], cut):
+        return "bos-twice" if served[:1] == trained[:1] else "bos-added"
+    if bos in (None, *trained[:1]) and _same(trained[1:], served, cut):
+        return "bos-missing"
+    if at == len(served):
+        return "generation-prompt-missing"
+    if at == len(trained):
+        return "generation-prompt-longer"
+    fewest = _FEWEST_CUT if cut else _FEWEST
+    for count in range(1, max(len(trained), len(served))):
+        if _same(trained[at:], served[at + count :], cut, fewest):
+            return "inserted"
+        if _same(trained[at + count :], served[at:], cut, fewest):
+            return "removed"
+    return "other"
+
+
+def _same(a: tuple[int, ...], b: tuple[int, ...], cut: bool, fewest: int = 1) -> bool:
+    """Return True if both go on alike to their ends, or to where one was cut."""
+    shorter = min(len(a), len(b))
+    size = shorter if cut else max(len(a), len(b))
+    return shorter >= fewest and a[:size] == b[:size]
 
 
 def _shown(asked: Asked, differs: Difference) -> str:
     """Return both sides around a difference, as text where the reference has a tokenizer."""
-    sides = {"training": list(differs.trained), "server": list(differs.served)}
+    sides: dict[str, Any] = {"training": list(differs.trained), "server": list(differs.served)}
     path = asked.reference.folder / "tokenizer.json"
-    if not path.is_file() or find_spec("tokenizers") is None:
-        return ", ".join(f"{side} {ids}" for side, ids in sides.items())
-    from tokenizers import Tokenizer
+    if path.is_file() and find_spec("tokenizers") is not None:
+        from tokenizers import Tokenizer
 
-    decode = Tokenizer.from_file(str(path)).decode
-    texts = {side: decode(ids, skip_special_tokens=False) for side, ids in sides.items()}
-    return ", ".join(f"{side} {text!r}" for side, text in texts.items())
+        decode = Tokenizer.from_file(str(path)).decode
+        texts = {side: decode(ids, skip_special_tokens=False) for side, ids in sides.items()}
+        sides = {side: repr(text) for side, text in texts.items()}
+    return ", ".join(f"{side} {shown}" for side, shown in sides.items())
 
 
 def eos(asked: Asked) -> Row:
@@ -203,10 +196,10 @@ def eos(asked: Asked) -> Row:
     Where the fingerprint says that the model ends its turn, it generates freely; besides, each such
     token is forced by a bias, which needs no likely position.
     """
-    reference = asked.reference
+    name, reference = "eos", asked.reference
     ends = reference.every_end
     if not ends:
-        return Row("eos", "unknown", "the reference names no EOS")
+        return Row(name, "unknown", "the reference names no EOS")
     likely = _likely_ends(reference, ends)
     wanted = sorted({token for _, token in likely}) or [ends[0]]
     chat = next((probe for probe in reference.probes if probe.messages), None)
@@ -222,7 +215,7 @@ def eos(asked: Asked) -> Row:
             stopped = _stops(asked, prompt, token, options)
             if stopped is False:
                 text = f"the server generates on after token {token}, which ends a turn"
-                return Row("eos", "fault", text, {"token": token}, (_cause("eos-missing"),))
+                return Row(name, "fault", text, {"token": token}, _cause("eos-missing"))
             if stopped:
                 seen.add(token)
                 if options:
@@ -230,8 +223,15 @@ def eos(asked: Asked) -> Row:
     stops_at = ", ".join(map(str, sorted(seen)))
     if seen != set(wanted):
         reason = f"not all of the tokens {wanted} were generated, and the server takes no bias"
-        return Row("eos", "unknown", reason, {"stops_at": stops_at})
-    return Row("eos", "ok", f"responses end at token {stops_at}", {"stops_at": stops_at})
+        return Row(name, "unknown", reason, {"stops_at": stops_at})
+    return Row(name, "ok", f"responses end at token {stops_at}", {"stops_at": stops_at})
+
+
+def _likely_ends(reference: Reference, ends: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    """Return prefixes after which the trained model ends its turn, and the token that does."""
+    trained = reference.trained
+    places = zip(reference.prefixes, trained.top1.tolist(), trained.logprobs.max(1), strict=True)
+    return [(ids, token) for ids, token, best in places if token in ends and best > _LIKELY]
 
 
 def _stops(asked: Asked, prompt: Prompt, token: int, options: Mapping[str, Any]) -> bool | None:
@@ -253,7 +253,7 @@ def _stops(asked: Asked, prompt: Prompt, token: int, options: Mapping[str, Any])
 
 def context(asked: Asked) -> Row:
     """Check the server's context: as long as the training's rows, and nothing is cut silently."""
-    reference, length = asked.reference, asked.length(asked.model)
+    name, reference, length = "context", asked.reference, asked.length(asked.model)
     row = reference.facts.get("longest_row")
     trained = max((row if isinstance(row, int) else 0, *map(len, reference.sequences)))
     measured: dict[str, float | str] = {"trained": trained}
@@ -261,14 +261,8 @@ def context(asked: Asked) -> Row:
         measured["served"] = length
         if length < trained:
             text = f"the server takes {length} tokens, a row of the training data has {trained}"
-            return Row(
-                "context",
-                "fault",
-                text,
-                measured,
-                (_cause("context-short"),),
-                {"served": float(trained)},
-            )
+            limit = {"served": float(trained)}
+            return Row(name, "fault", text, measured, _cause("context-short"), limit)
     size = max(trained, 512)
     size = min(size, _LONGEST, length - 1 if length else size)
     joined = [token for ids in reference.sequences for token in ids]
@@ -280,29 +274,20 @@ def context(asked: Asked) -> Row:
             raise
         if size <= trained:
             text = f"a prompt of {size} tokens is refused: {error.message}"
-            return Row("context", "fault", text, measured, (_cause("context-short"),))
-        return Row("context", "ok", f"a prompt of {size} tokens is refused, not cut", measured)
+            return Row(name, "fault", text, measured, _cause("context-short"))
+        return Row(name, "ok", f"a prompt of {size} tokens is refused, not cut", measured)
     used = len(made.prompt_ids) if made.prompt_ids is not None else made.prompt_length
     if used is None:
-        return Row("context", "unknown", "the server does not tell the prompt's length", measured)
+        return Row(name, "unknown", "the server does not tell the prompt's length", measured)
     measured |= {"sent": size, "used": used}
     if used < size:
         text = f"of a prompt of {size} tokens the server used {used}"
-        return Row(
-            "context", "fault", text, measured, (_cause("context-cut"),), {"used": float(size)}
-        )
-    return Row("context", "ok", f"a prompt of {size} tokens was used whole", measured)
+        return Row(name, "fault", text, measured, _cause("context-cut"), {"used": float(size)})
+    return Row(name, "ok", f"a prompt of {size} tokens was used whole", measured)
 
 
-def _likely_ends(reference: Reference, ends: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
-    """Return prefixes after which the trained model ends its turn, and the token that does."""
-    trained = reference.trained
-    places = zip(reference.prefixes, trained.top1.tolist(), trained.logprobs.max(1), strict=True)
-    return [(ids, token) for ids, token, best in places if token in ends and best > _LIKELY]
-
-
-def _cause(code: str) -> Cause:
-    return Cause(code, *_CAUSES[code])
+def _cause(*codes: str) -> tuple[Cause, ...]:
+    return tuple(Cause(code, *_CAUSES[code]) for code in codes)
 
 
 _TEMPLATE = "vllm serve --chat-template <chat_template.jinja of the training>"

@@ -6,7 +6,6 @@ mean and the variance of their surprisal are known: the check is a z-test.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -19,14 +18,12 @@ from tasks.verify.asked import Asked
 from tasks.verify.compare import kl_of
 from tasks.verify.reference import Reference
 from tasks.verify.servers.client import parallel
-from tasks.verify.servers.server import ServerError, UnsupportedError
+from tasks.verify.servers.server import UnsupportedError
 
 PROMPTS, ROUNDS, EACH = 16, 4, 16
-"""Prompts, and the tokens that are sampled after each in every round."""
+"""Prompts, requests for each, and tokens that are sampled in a request."""
 FEWEST = 128
 """Tokens below which their mean is no normal variable."""
-SECONDS = 60.0
-"""Time after which a slow server gets no further request."""
 DOUBT = 5.0
 """Standard deviations that refuse the recorded settings."""
 SLACK = 0.02
@@ -102,16 +99,10 @@ class Sampled(NamedTuple):
 
 
 def sampling(asked: Asked) -> Row:
-    """Compare the server's default sampling settings with those that training recorded.
-
-    It costs `PROMPTS` requests with responses of one token for each of `ROUNDS`, in `SECONDS`.
-    """
+    """Compare the server's default sampling settings with those that training recorded."""
     name, recorded = "sampling", expected_settings(asked.reference)
     places, kl = _places(asked, recorded)
-    until, rows = time.monotonic() + SECONDS, list[Sampled]()
-    for _ in range(ROUNDS):
-        made = parallel(lambda row: _sample(asked, row, until), places, 4)
-        rows += [sampled for sampled in made if sampled is not None]
+    rows = parallel(lambda row: _sample(asked, row), places * ROUNDS, 4)
     candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
     tests = [(expected(rows, settings), settings) for settings in candidates]
     test, settings = min(tests, key=lambda test: abs(test[0].surprisal - test[0].mean))
@@ -130,8 +121,15 @@ def sampling(asked: Asked) -> Row:
     if abs(excess) > allowed:
         how = "a higher temperature" if excess > 0 else "a lower temperature or a cut-off"
         text = f"{seen}: {how}; training recorded {recorded}"
-        causes = (_cause(recorded, asked.server.kind),)
-        return Row(name, "fault", text, numbers, causes, {"excess": allowed})
+        cause = Cause(
+            "default-temperature",
+            "the server's defaults override the recorded ones: those of the engine or of "
+            "generation_config.json",
+            f"send temperature, top_k and top_p with every request ({recorded}); or start vLLM "
+            "with the trained folder's generation_config.json, or with none (--generation-config "
+            "vllm); llama-server with --temp, --top-k, --top-p and --min-p, it has its own",
+        )
+        return Row(name, "fault", text, numbers, (cause,), {"excess": allowed})
     heat = settings.temperature  # beside one that every user would tell from it
     other = replace(settings, temperature=heat * COARSE if heat > 1 - COARSE else heat + 1 - COARSE)
     if abs(expected(rows, other, settings).mean - mean) < allowed + 2 * deviation:
@@ -200,18 +198,11 @@ def _places(asked: Asked, settings: Settings) -> tuple[list[int], float]:
     return chosen, kl
 
 
-def _sample(asked: Asked, row: int, until: float) -> Sampled | None:
-    """Sample tokens at a position; None if it is too late, or the server too slow."""
-    if time.monotonic() > until:
-        return None
+def _sample(asked: Asked, row: int) -> Sampled:
+    """Sample tokens at a position."""
     reference = asked.reference
     prompt = reference.prefixes[row]
-    try:
-        responses = asked.server.generate(asked.model, prompt, 1, n=EACH)
-    except ServerError as error:
-        if error.code == "busy":
-            return None
-        raise
+    responses = asked.server.generate(asked.model, prompt, 1, n=EACH)
     if any(response.ids is None for response in responses):
         raise UnsupportedError("the server does not tell the ids of its tokens")
     tokens = [response.ids[0] for response in responses if response.ids]
@@ -223,18 +214,3 @@ def _sample(asked: Asked, row: int, until: float) -> Sampled | None:
     others = sum(token not in left_out and token not in ids for token in tokens)
     counts = np.array([*(tokens.count(token) for token in ids), others])
     return Sampled(logp[order], counts * usable, usable)
-
-
-def _cause(recorded: Settings, kind: str) -> Cause:
-    start = (
-        "llama-server with --temp, --top-k, --top-p and --min-p, which has its own defaults"
-        if kind == "llama.cpp"
-        else "vLLM with --generation-config vllm (no defaults of the folder), or with the trained "
-        "folder's generation_config.json"
-    )
-    return Cause(
-        "default-temperature",
-        "the server's defaults override the recorded ones: those of the engine or of "
-        "generation_config.json",
-        f"send temperature, top_k and top_p with every request ({recorded}), or start {start}",
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,13 +44,7 @@ class Client:
     """HTTP client of one server; see `connect` for the arguments. Threads may share it."""
 
     def __init__(
-        self,
-        url: str,
-        *,
-        key: str | None = None,
-        timeout_s: float = 120.0,
-        workers: int = 8,
-        ca: str | None = None,
+        self, url: str, *, key: str | None = None, timeout_s: float = 120.0, workers: int = 8
     ) -> None:
         address = _address(url)
         hide_in_url(address)
@@ -59,21 +52,12 @@ class Client:
         key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
         if key:
             hide(key)
-        try:
-            # A transport of our own, for its retries, would turn off the variables HTTPS_PROXY.
-            self._client = httpx.Client(
-                base_url=address,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
-                limits=httpx.Limits(max_connections=None),
-                verify=ssl.create_default_context(cafile=ca)
-                if ca
-                else address.lower().startswith("https"),
-            )
-        except OSError as error:
-            raise ConfigError(f"ca={ca} holds no certificates: {error}") from None
-        except (httpx.InvalidURL, ValueError) as error:
-            raise ConfigError(f"url={self.url}: {error}") from None
+        self._client = httpx.Client(
+            base_url=address,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
+            limits=httpx.Limits(max_connections=None),
+        )
 
     def close(self) -> None:
         """Close all connections."""
@@ -147,16 +131,15 @@ class Client:
             time.sleep(pause)
 
     def _refusal(self, path: str, response: httpx.Response) -> ServerError:
-        text, location = _reason(response.text), response.headers.get("location", "")
+        text = _reason(response.text)
         code, hint = _REFUSALS.get(response.status_code, ("request", ""))
         if response.is_redirect:
-            text = f"redirects to {redact_url(location) or 'another address'}"
-            hint = "url= with the address that it redirects to"
+            location = redact_url(response.headers.get("location", "another address"))
+            text, hint = f"redirects to {location}", "url= with the address that it redirects to"
         elif code == "request" and _TOO_LONG.search(text):
             code = "length"
-        return ServerError(
-            f"{self.url}{path}: {response.status_code}: {text}", hint=hint, code=code
-        )
+        message = f"{self.url}{path}: {response.status_code}: {text}"
+        return ServerError(message, hint=hint, code=code)
 
     @contextmanager
     def _readable(self, path: str) -> Iterator[None]:
@@ -169,8 +152,9 @@ class Client:
             problem = f"no full response within {self._timeout_s:g} s"
             hint, code = "a longer timeout_s=, or fewer workers=", "busy"
         except (httpx.HTTPError, httpx.StreamError) as error:
-            problem, code = f"{type(error).__name__}: {error}", "unreachable"
-            hint = "ca=FILE names the certificates to trust" if "CERTIFICATE" in problem else _START
+            problem, hint, code = f"{type(error).__name__}: {error}", _START, "unreachable"
+            if "CERTIFICATE" in problem:
+                hint = "export SSL_CERT_FILE=<the certificates to trust>"
         else:
             return
         raise ServerError(f"{self.url}{path}: {problem}", hint=hint, code=code)
@@ -190,13 +174,12 @@ def _address(url: str) -> str:
     address = re.sub(r"/(v1/?)?$", "", address.split("?")[0].split("#")[0].rstrip("/"))
     try:
         parsed = httpx.URL(address)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"url={redact_url(url)} is no address: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(
-            f"url={redact_url(url)} is no address of a server", hint="url=http://host:8000"
-        )
-    return address
+        if parsed.scheme in ("http", "https") and parsed.host:
+            return address
+    except httpx.InvalidURL:
+        pass
+    problem = f"url={redact_url(url)} is no address of a server"
+    raise ConfigError(problem, hint="url=http://host:8000")
 
 
 def _reason(text: str) -> str:

@@ -33,15 +33,16 @@ _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
 class LlamaCppServer(Server):
-    """A server of llama.cpp; `props` is the answer of `/props`.
+    """A server of llama.cpp.
 
     Its model's name is what a client gets: with the adapters of the command line at their default
     scales. With adapters there are two kinds of names more, which `lora` of each request selects:
     the adapters' file names without ending, and the base as `<model>@base`.
     """
 
-    def __init__(self, client: Client, props: Mapping[str, Any]) -> None:
+    def __init__(self, client: Client) -> None:
         self.client, self.url = client, client.url
+        props = client.get("/props")
         self.kind, self.version = "llama.cpp", str(props.get("build_info", ""))
         length = (props.get("default_generation_settings") or {}).get("n_ctx")
         self._models, self._lora = self._names(str(props.get("model_path", "")) or None, length)
@@ -79,10 +80,7 @@ class LlamaCppServer(Server):
         return tuple(self.client.post("/tokenize", body)["tokens"])
 
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
-        """Return the ids of a conversation with the generation prompt, by the server's template.
-
-        A chat request tokenises its prompt with special tokens, as here.
-        """
+        # A chat request tokenises its prompt with special tokens, as here.
         prompt = self.client.post("/apply-template", chat_fields(messages, tools))["prompt"]
         return self.tokenize(model, str(prompt))
 
@@ -120,8 +118,7 @@ class LlamaCppServer(Server):
     def _selected(self, model: str) -> dict[str, Any]:
         """Return the field that selects the adapters of a request."""
         if model not in self._lora:
-            names = f"it serves {', '.join(self._lora)}"
-            raise ServerError(f"{self.url} serves no model {model!r}; {names}", code="missing")
+            raise ServerError(f"{self.url} serves no model {model!r}", code="missing")
         scales = self._lora[model]
         return {} if scales is None else {"lora": scales}
 

@@ -1,4 +1,4 @@
-"""Speak the OpenAI dialect: vLLM, and other servers with `/v1/completions` and chats.
+"""Speak the OpenAI dialect: vLLM, SGLang, and other servers with `/v1/completions` and chats.
 
 Servers differ in what they add to it, so that it is tried out and not assumed: prompt
 log-probabilities with token ids (vLLM), or the most likely next tokens.
@@ -31,18 +31,20 @@ from tasks.verify.servers.server import (
 WANTED = 100
 """Ids per position, if the server allows as many."""
 FEW = 5
-"""Ids per position that every API allows."""
-_TRIAL = [1, 2, 3]
-"""Token ids to try a server with; every vocabulary has them."""
+"""Ids per position that every API allows: OpenAI's own takes no more."""
+_TRIAL = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}
+"""Request to try a server with; every vocabulary has these tokens."""
 _LIMIT = re.compile(r"max(?:imum)? allowed:? (\d+)")
 _TOKEN = re.compile(r"token_id:(\d+)")
+_SGLANG_IDS = 50
+"""Ids per position that are asked of SGLang."""
 
 
 class OpenAiServer(Server):
     """Server of the OpenAI dialect; it is tried out with `model`, or its first one."""
 
     def __init__(
-        self, client: Client, *, kind: str = "openai", version: str = "", model: str | None = None
+        self, client: Client, kind: str = "openai", version: str = "", model: str | None = None
     ) -> None:
         self.client, self.url = client, client.url
         self.kind, self.version = kind, version
@@ -55,10 +57,7 @@ class OpenAiServer(Server):
         self.try_out(model if model in names else names[0])
 
     def models(self) -> tuple[ServedModel, ...]:
-        listed = self.client.get("/v1/models")
-        cards = listed.get("data") if isinstance(listed, dict) else None
-        if not isinstance(cards, list):
-            raise ServerError(f"{self.url}/v1/models: no list of models", code="response")
+        cards = self.client.get("/v1/models")["data"]
         models = [
             ServedModel(
                 str(card["id"]), card.get("parent"), card.get("root"), card.get("max_model_len")
@@ -77,12 +76,22 @@ class OpenAiServer(Server):
     def score_one(self, model: str, ids: list[int]) -> Scores:
         """Return vLLM's prompt log-probabilities: one mapping of id to value per position."""
         body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._top}
-        listed: Any = self._choice(model, body).get("prompt_logprobs")
-        require(self.url, listed, ids)
+        listed = self._choice(model, body).get("prompt_logprobs")
         return [
             entry({int(token): value["logprob"] for token, value in (place or {}).items()})
-            for place in listed[1:]
+            for place in self.complete(listed, ids)[1:]
         ]
+
+    def complete(self, listed: Any, ids: Sequence[int]) -> list[Any]:
+        """Return a list with an entry for each token of a prompt; raise ServerError for others."""
+        count = len(listed) if isinstance(listed, list) else 0
+        if count != len(ids):
+            raise ServerError(
+                f"{self.url}: log-probabilities for {count} of {len(ids)} tokens",
+                hint="a proxy or a limit of the server may cut the prompt",
+                code="response",
+            )
+        return list(listed)
 
     def next(
         self, model: str, prefixes: Sequence[Ids], workers: int = 0, cache: bool = True
@@ -101,7 +110,13 @@ class OpenAiServer(Server):
         return entry({token: value for token, value in pairs if token is not None})
 
     def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
-        raise UnsupportedError(f"{self.url} does not tokenise texts")
+        body = {"model": model, "prompt": text, "add_special_tokens": special}
+        try:
+            return tuple(self.client.post("/tokenize", body)["tokens"])
+        except ServerError as error:
+            if error.code != "missing":
+                raise
+            raise UnsupportedError(f"{self.url} has no /tokenize") from None
 
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         fields = chat_fields(messages, tools)
@@ -119,30 +134,19 @@ class OpenAiServer(Server):
         if not chat and not self._completes:
             raise UnsupportedError(f"{self.url} takes no token ids")
         path = "/v1/chat/completions" if chat else "/v1/completions"
-        body = {"max_tokens": count, **({"n": n} if n > 1 else {}), **more, **self.extras()}
+        body = {"max_tokens": count, **({"n": n} if n > 1 else {}), **more, **self.extras(model)}
         body["messages" if chat else "prompt"] = list(prompt)
         if stream:
             body = {"model": model, **body, "stream": True}
             return [_joined(self.client.events(path, body))]
-        answer = self.post(path, model, body)
+        answer = self._post(path, model, body)
         choices = sorted(answer["choices"], key=lambda choice: choice.get("index", 0))
         length = (answer.get("usage") or {}).get("prompt_tokens")
         return [_generated(choice, answer.get("prompt_token_ids"), length) for choice in choices]
 
-    def extras(self) -> dict[str, Any]:
-        """Return the fields that let this server tell token ids."""
+    def extras(self, model: str) -> dict[str, Any]:
+        """Return the fields of every request for responses; these let it tell token ids."""
         return {"return_token_ids": True}
-
-    def post(self, path: str, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request for a model; return the response, which has choices."""
-        answer = self.client.post(path, {"model": model, **body})
-        if not isinstance(answer, dict) or not answer.get("choices"):
-            raise ServerError(f"{self.url}{path}: a response without choices", code="response")
-        return answer
-
-    def _choice(self, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        choice: dict[str, Any] = self.post("/v1/completions", model, body)["choices"][0]
-        return choice
 
     def try_out(self, model: str) -> None:
         """Find out which log-probabilities the server returns, and how many."""
@@ -157,15 +161,11 @@ class OpenAiServer(Server):
         self._scores_next = _id(tokens[0]) is not None
 
     def _trial(self, model: str, fields: Any) -> dict[str, Any] | None:
-        """Return the response with as many alternatives as the server allows; None if it refuses.
-
-        OpenAI's own API takes five at most, and says so in other words.
-        """
-        body = {"prompt": _TRIAL, "max_tokens": 1, "temperature": 0}
+        """Return the response with as many ids as the server allows; None if it refuses."""
         count = WANTED
         while count:
             try:
-                choice = self._choice(model, {**body, **fields(count)})
+                choice = self._choice(model, {**_TRIAL, **fields(count)})
             except ServerError as error:
                 if error.code not in ("request", "missing"):
                     raise
@@ -177,34 +177,66 @@ class OpenAiServer(Server):
                 return choice
         return None
 
+    def _post(self, path: str, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        answer = self.client.post(path, {"model": model, **body})
+        if not isinstance(answer, dict) or not answer.get("choices"):
+            raise ServerError(f"{self.url}{path}: a response without choices", code="response")
+        return answer
 
-class VllmServer(OpenAiServer):
-    """A server of vLLM."""
-
-    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
-        body = {"model": model, "prompt": text, "add_special_tokens": special}
-        return tokens_of(self.client, body)
-
-
-def tokens_of(client: Client, body: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return what `/tokenize` of vLLM and SGLang answers."""
-    try:
-        return tuple(client.post("/tokenize", body)["tokens"])
-    except ServerError as error:
-        if error.code != "missing":
-            raise
-        raise UnsupportedError(f"{client.url} has no /tokenize") from None
+    def _choice(self, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = self._post("/v1/completions", model, body)["choices"][0]
+        return choice
 
 
-def require(url: str, listed: Any, ids: Sequence[int]) -> None:
-    """Raise ServerError unless there is one entry for each token of a prompt."""
-    count = len(listed) if isinstance(listed, list) else 0
-    if count != len(ids):
-        raise ServerError(
-            f"{url}: log-probabilities for {count} of {len(ids)} tokens",
-            hint="a proxy or a limit of the server may cut the prompt",
-            code="response",
-        )
+class SglangServer(OpenAiServer):
+    """A server of SGLang: its `/generate` takes token ids and names those of log-probabilities.
+
+    `lora_path` selects an adapter by the name that `/v1/models` lists; for the base it is left out,
+    since `model` alone selects the base everywhere.
+    """
+
+    def try_out(self, model: str) -> None:
+        """Find out which names are adapters; what SGLang returns is known."""
+        self._completes = self._scores_prompts = self._scores_next = True
+        self._bases = {served.name for served in self.models() if served.parent is None}
+
+    def score_one(self, model: str, ids: list[int]) -> Scores:
+        """Return the log-probabilities of a prompt: the most likely ids, and its own."""
+        facts = self._scored(model, ids, logprob_start_len=0)
+        own = self.complete(facts.get("input_token_logprobs"), ids)
+        tops = self.complete(facts.get("input_top_logprobs"), ids)
+        return [
+            entry({int(token): value for value, token, *_ in [*(top or ()), mine]})
+            for top, mine in zip(tops[1:], own[1:], strict=True)
+        ]
+
+    def next_one(self, model: str, ids: list[int]) -> Entry:
+        """Return the most likely next tokens after a prefix."""
+        tops = self._scored(model, ids).get("output_top_logprobs") or [()]
+        return entry({int(token): value for value, token, *_ in tops[0] or ()})
+
+    def generate(
+        self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
+    ) -> list[Generated]:
+        if stream or is_chat(prompt):
+            return super().generate(model, prompt, count, n, stream=stream, **more)
+        options = {"max_new_tokens": count, **({"n": n} if n > 1 else {}), **more}
+        made = self._native(model, list(prompt), options)
+        return [_of_sglang(part) for part in (made if isinstance(made, list) else [made])]
+
+    def extras(self, model: str) -> dict[str, Any]:
+        """Return the field that selects an adapter; chats of SGLang tell no token ids."""
+        return {} if model in self._bases else {"lora_path": model}
+
+    def _scored(self, model: str, ids: list[int], **options: Any) -> Mapping[str, Any]:
+        body = {"return_logprob": True, "top_logprobs_num": _SGLANG_IDS, **options}
+        sampling = {"max_new_tokens": 1, "temperature": 0}
+        facts: Mapping[str, Any] = self._native(model, ids, sampling, **body)["meta_info"]
+        return facts
+
+    def _native(self, model: str, ids: list[Any], sampling: Mapping[str, Any], **body: Any) -> Any:
+        body |= {**self.extras(model), "input_ids": ids, "sampling_params": sampling}
+        return self.client.post("/generate", body)
 
 
 def _named(count: int) -> dict[str, Any]:
@@ -239,3 +271,13 @@ def _joined(parts: Iterator[Mapping[str, Any]]) -> Generated:
                 whole["token_ids"] = (whole["token_ids"] or []) + choice["token_ids"]
             whole["finish_reason"] = choice.get("finish_reason") or whole.get("finish_reason")
     return _generated(whole, None)
+
+
+def _of_sglang(answer: Mapping[str, Any]) -> Generated:
+    facts, ids = answer.get("meta_info") or {}, answer.get("output_ids")
+    return Generated(
+        ids=tuple(ids) if ids else None,
+        text=str(answer.get("text", "")),
+        finish=str((facts.get("finish_reason") or {}).get("type", "")),
+        prompt_length=facts.get("prompt_tokens"),
+    )

@@ -21,7 +21,6 @@ Prompt: TypeAlias = Ids | Sequence[Message]
 """Token ids, or a conversation that the server renders with its own template."""
 SAMPLED = 12
 """Positions of a sequence that are scored where each costs a request."""
-_NO_LOGPROB = 1e-3
 
 
 class ServerError(PlumblineError):
@@ -77,12 +76,12 @@ class Generated:
 class Server(Protocol):
     """A running server. All methods may be called by several threads at once.
 
-    Every method raises ServerError if the server does not answer or refuses, and UnsupportedError,
-    without a request, for what the API cannot do.
+    Every method raises ServerError if the server does not answer or refuses, and UnsupportedError
+    for what the API cannot do.
     """
 
     url: str  # without password, final slash and `/v1`
-    kind: str  # dialect, one of `tasks.verify.servers.connect.KINDS`
+    kind: str  # dialect: "vllm", "sglang", "llama.cpp" or "openai"
     version: str
 
     def models(self) -> Sequence[ServedModel]:
@@ -126,7 +125,7 @@ def entry(values: Mapping[int, float | None]) -> Entry:
         logprobs = np.fromiter(pairs.values(), np.float64, len(pairs))
     except (TypeError, ValueError):
         logprobs = np.array([np.nan])
-    if np.isnan(logprobs).any() or (logprobs > _NO_LOGPROB).any():
+    if not (logprobs <= 1e-3).all():  # NaN included
         raise ServerError(
             "the server returns values that are not log-probabilities",
             hint="vllm serve --logprobs-mode raw_logprobs",
@@ -153,17 +152,17 @@ def score(
         return server.score(model, sequences, workers)
     except UnsupportedError:
         pass
-    chosen = [
+    places = [
         sorted(set(np.linspace(len(ids) - 2, 0, min(most, len(ids) - 1)).round().astype(int)))
         for ids in sequences
     ]
     prefixes = [
-        ids[: at + 1] for ids, places in zip(sequences, chosen, strict=True) for at in places
+        ids[: at + 1] for ids, chosen in zip(sequences, places, strict=True) for at in chosen
     ]
     entries = iter(server.next(model, prefixes, workers, cache))
     scored: list[Scores] = []
-    for ids, places in zip(sequences, chosen, strict=True):
-        known = {at: next(entries) for at in places}
+    for ids, chosen in zip(sequences, places, strict=True):
+        known = {at: next(entries) for at in chosen}
         scored.append([known.get(at, EMPTY) for at in range(len(ids) - 1)])
     return scored
 

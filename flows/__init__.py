@@ -8,5 +8,5 @@ program          `plumbline <command>`
 cli/             from a command line to a configuration, a run and an exit status
 orchestration/   one run: logs, task runs, progress, summary
 servers/         Prefect's server
-monitoring/, report/    what runs and ran; the page of a run
+monitoring       what runs and ran; `report/` is the page of a run
 """

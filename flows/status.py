@@ -6,7 +6,7 @@
     python flows/status.py json=true            the same as JSON, with all numbers of the last step
 
 No server is asked, so it works while a run goes on, after `kill -9`, and for runs on other machines
-that write to the same folder. Exit status: 0, or 2 if there is no such folder.
+that write to the same folder, if its file system has locks. Exit status: 0, or 2 without a folder.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from rich.text import Text
 
 from flows.cli.composed import Composed
 from flows.cli.output import no_folder
-from flows.monitoring.run_history import RunState, history
-from flows.monitoring.run_record import StageState
+from flows.monitoring import RunState, StageState, history
 from tasks.core.finding import preflight
 from tasks.core.terminal import plain
 
@@ -65,7 +64,7 @@ def job(composed: Composed, words: list[str]) -> int:
 def _document(state: RunState) -> dict[str, Any]:
     """Return a run as JSON, with what the table computes."""
     stage = state.stage or state.trained
-    more = {"stage": stage.name if stage else None, "ended": state.ended}
+    more: dict[str, Any] = {"stage": stage.name if stage else None}
     for name in ("step", "steps", "seconds_left"):
         more[name] = getattr(stage, name, None)
     return {**asdict(state), **more, "numbers": dict(stage.numbers) if stage else {}}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.composed import Composed
-from flows.monitoring.run_record import RunRecord
+from flows.monitoring import RunRecord
 from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
@@ -48,7 +48,6 @@ class Host:
         call: calls the work of a stage, or of what follows the last one.
         show: shows the table of checks (Markdown) at the end of a flow.
         page: URL of the flow run's page; empty if nothing serves it.
-        link: adds a link to the flow run's page: (text, URL).
     """
 
     run_id: str
@@ -58,7 +57,6 @@ class Host:
     tags: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = FOREVER
     page: str = ""
-    link: Callable[[str, str], object] = lambda text, url: None
 
 
 def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host:
@@ -168,7 +166,7 @@ class FlowRun:
             try:
                 with full_disk(), tracker.flow(title, settings, text, self._tags()) as run_id:
                     self.summary.mlflow_run_id = run_id or None
-                    self._link()
+                    self._find_pages()
                     try:
                         with full_disk():
                             stages(self)
@@ -211,15 +209,12 @@ class FlowRun:
         page = {"prefect.flow_run_url": self.host.page} if self.host.page else {}
         return {**tags, **self.tags, **self.host.tags, **page, **experiment}
 
-    def _link(self) -> None:
-        """Link the pages of this run in Prefect and MLflow, once MLflow has the run."""
+    def _find_pages(self) -> None:
+        """Note the pages of this run in Prefect and MLflow, once MLflow has the run."""
         pages, uri = self.summary.pages, self.composed.settings["tracking"]["uri"]
-        if self.host.page:
-            pages["prefect"] = self.host.page
         url = mlflow_page(self.composed.runs, uri, self.mechanism.tracker.page)
-        if url and "mlflow" not in pages:
-            pages["mlflow"] = url
-            self.host.link("MLflow run", url)
+        pages |= {"prefect": self.host.page} if self.host.page else {}
+        pages |= {"mlflow": url} if url else {}
 
     def _end(self, status: str) -> None:
         """Write the summary to disk, to Prefect and to the tracker."""
@@ -236,7 +231,7 @@ class FlowRun:
                 summary.memory[result.name] = summary.memory.get(result.name, {}) | peak
         interrupted = status == "cancelled"  # a process that has seconds left: no request
         if not interrupted:
-            self._link()
+            self._find_pages()
             summary.tracking = self.mechanism.tracker.settle() or None
         texts = {"config.yaml": self.composed.text}
         written = summary.write(self.composed.runs, self.run_id, texts)

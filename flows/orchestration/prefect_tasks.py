@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
@@ -81,19 +81,11 @@ def in_prefect(name: str, composed: Composed) -> Iterator[Host]:
     """
     log, run_id = get_run_logger(), str(flow_run.id)
 
-    def record(create: Callable[[], object]) -> None:
+    def show(table: str) -> None:
         try:
-            create()
+            create_markdown_artifact(redact(table), key=f"{name}-checks", description="checks")
         except Exception as error:
             log.warning("Prefect has not recorded an artifact: %s", error)
-
-    def show(table: str) -> None:
-        key = f"{name}-checks"
-        record(partial(create_markdown_artifact, redact(table), key=key, description="checks"))
-
-    def link(text: str, url: str) -> None:
-        key, about = f"{name}-mlflow", f"[{text}]({redact(url)})"
-        record(partial(create_link_artifact, redact(url), text, key=key, description=about))
 
     wait_s = None if in_deployment() else composed.settings["paths"]["wait_s"]
     patience = Patience(wait_s, log.info)
@@ -101,4 +93,4 @@ def in_prefect(name: str, composed: Composed) -> Iterator[Host]:
     page = "" if is_embedded() else url_for("flow-run", obj_id=run_id) or ""
     tags = {"prefect.flow_run_id": run_id}
     with hold(composed.runs, patience):
-        yield Host(run_id, log, PrefectTasks(), show, tags, patience, page, link)
+        yield Host(run_id, log, PrefectTasks(), show, tags, patience, page)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -97,7 +96,10 @@ class Summary:
 
     def table(self) -> str:
         """Return the summary as a plain-text table for a terminal."""
-        rows = [_TITLES, *self._rows()]
+        rows = [_TITLES, *map(_row, self.stages)]
+        if self.refused:
+            cells = _handoff_cells(self.refused)
+            rows.append((self.refused["stage"], "", "", "", *cells, "refused"))
         widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
         aligned = [
             "  ".join(
@@ -112,26 +114,10 @@ class Summary:
         return "\n".join([*aligned, "", *gate, *self._closing()]) + "\n"
 
     def markdown(self, report: Path | None = None) -> str:
-        """Return the summary for Prefect and MLflow, with a link to the report's copy in MLflow."""
+        """Return the summary for Prefect and MLflow, with the pages and the report of the run."""
         lines = [f"[{name}]({url})" for name, url in self.pages.items()]
-        head, *rows = (f"| {' | '.join(row)} |" for row in (_TITLES, *self._rows()))
-        lines += ["", head, "|---" * len(_TITLES) + "|", *rows]
-        if conditions := (self.gate or {}).get("conditions"):
-            lines += ["", "```", *table(conditions), "```"]
-        # As plain text, MLflow's page would link it to a user of GitHub with this name.
-        closing = [re.sub("(@c[a-z]+)", r"`\1`", line) for line in self._closing()]
-        if report is not None:
-            records = self.pages.get("mlflow")
-            link = f"[in MLflow]({records}/artifacts/{report.name}), " if records else ""
-            closing.append(f"report: {link}{report}")
-        return "\n".join([*lines, "", *(f"- {line}" for line in closing)])
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows = [_row(stage) for stage in self.stages]
-        if self.refused:
-            cells = _handoff_cells(self.refused)
-            rows.append((self.refused["stage"], "", "", "", *cells, "refused"))
-        return rows
+        lines += ["", "```", self.table().rstrip(), "```"]
+        return "\n".join([*lines, *([f"report: {report}"] if report else [])])
 
     def _closing(self) -> Iterator[str]:
         """Yield the lines below the table."""

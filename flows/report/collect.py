@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from flows.monitoring.run_record import PROGRESS, STEPS
+from flows.monitoring import PROGRESS, STEPS
 from tasks.core.terminal import plain
 
 SAMPLES_SHOWN, TEXT_SHOWN = 12, 1200

@@ -24,7 +24,6 @@ def serving(status: Callable[[str], int]) -> Iterator[str]:
     def answer(_: None) -> Reply:
         return Reply(status(asked.seen[-1][2].get("Authorization", "")), b"{}")
 
-    release._known.clear()
     with answering(dict.fromkeys(PAGES, answer)) as asked:
         yield asked.url.removeprefix("http://")
 
@@ -40,9 +39,9 @@ def test_silent_servers_are_refused_without_their_password(
         (mlflow,) = release.reachable(url)
         monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
         (prefect,) = release.prefect_reachable()
-        asked = dict(release._known)
+        asked = release._why_silent.cache_info().misses
         assert [*release.reachable(url), *release.prefect_reachable()] == [mlflow, prefect]
-        assert asked == release._known
+        assert asked == release._why_silent.cache_info().misses
     assert (mlflow.what, prefect.what) == ("tracking.uri", "PREFECT_API_URL")
     assert "secret" not in f"{mlflow} {prefect}"
 
@@ -59,7 +58,6 @@ def test_a_login_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch, nam
     word, header = LOGINS[name]
 
     def found() -> int:
-        release._known.clear()
         return len([*release.prefect_reachable(), *release.reachable(uri)])
 
     with serving(lambda sent: 200 if sent == header else 401) as place:

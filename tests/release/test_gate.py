@@ -96,7 +96,7 @@ def test_a_condition_that_no_run_can_judge_is_refused_before_any_work() -> None:
         ({"eval.exact_match": "0.8"}, "'0.8'"),
         ({"eval.exact_match": ">= champ - 1"}, "champ - 1"),
         ({"train.loss": "<= base"}, "before training"),
-        ({"drift.mean_kl": "<= 1"}, "-> drift.gather.mean_kl or drift.merge.mean_kl"),
+        ({"drift.mean_kl": "<= 1"}, "-> drift.merge.mean_kl or drift.gather.mean_kl"),
     ):
         section = {**settings["gate"], "conditions": conditions}
         (problem,) = findings({**settings, "gate": section})

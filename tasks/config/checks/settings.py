@@ -46,15 +46,23 @@ STAGES = (
 def problems(context: Context) -> Iterator[Finding]:
     """Yield the problems of the settings alone."""
     settings = context.settings
-    train, peft, zero = settings["train"], settings["peft"], settings["zero"]
+    train = settings["train"]
     yield from divides(train)
-    yield from unread(train)
-    yield from evaluation(train)
-    yield from raw_texts(settings)
+    yield from _unread(train)
+    yield from _raw_texts(settings)
     yield from data_files(settings["data"])
-    yield from forced(settings["force"], settings["steps"])
-    yield from partitioned(train, peft, zero)
-    yield from merge_base(settings["merge"]["base"], peft["kind"])
+    yield from _forced(settings["force"], settings["steps"])
+    yield from _partitioned(settings)
+    yield from _merge_base(settings["merge"]["base"], settings["peft"]["kind"])
+    try:
+        direction(train["objective"], train["best_metric"])
+    except ConfigError as error:
+        allowed = f"train.objective={train['objective']} does not measure it"
+        yield Finding("train.best_metric", train["best_metric"], allowed, error.hint)
+    for name, usual in (("keep", "last"), ("early_stop_patience", 0)):
+        if train[name] != usual and not train["eval_steps"]:
+            allowed = "needs evaluations during training"
+            yield Finding(f"train.{name}", str(train[name]), allowed, "train.eval_steps=<steps>")
     resume = train["resume"]
     if resume not in ("auto", "never") and newest(Path(resume).expanduser()) is None:
         allowed = "auto, never, or a folder with a complete checkpoint"
@@ -83,7 +91,7 @@ def divides(train: Mapping[str, Any]) -> Iterator[Finding]:
     )
 
 
-def unread(train: Mapping[str, Any]) -> Iterator[Finding]:
+def _unread(train: Mapping[str, Any]) -> Iterator[Finding]:
     """Refuse options that the objective or the schedule does not read."""
     objective, scheduler = train["objective"], train["scheduler"]
     for name, value in train["loss"].items():
@@ -99,26 +107,7 @@ def unread(train: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(f"train.{name}", what, f"only {', '.join(readers)}", override)
 
 
-def evaluation(train: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that the metric is measured, and that evaluations exist if a setting needs them."""
-    try:
-        direction(train["objective"], train["best_metric"])
-    except ConfigError as error:
-        allowed = f"train.objective={train['objective']} does not measure it"
-        yield Finding("train.best_metric", train["best_metric"], allowed, error.hint)
-    if not train["eval_steps"]:
-        for name, needed in (
-            ("keep", train["keep"] == "best"),
-            ("early_stop_patience", train["early_stop_patience"]),
-        ):
-            if needed:
-                allowed = "needs evaluations during training"
-                yield Finding(
-                    f"train.{name}", str(train[name]), allowed, "train.eval_steps=<steps>"
-                )
-
-
-def raw_texts(settings: Mapping[str, Any]) -> Iterator[Finding]:
+def _raw_texts(settings: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that raw texts are trained with sft on every token, and that only they are split."""
     train, key = settings["train"], "data.text_key"
     objective, mask = train["objective"], train["mask"]
@@ -161,7 +150,7 @@ def data_files(data: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(key, what, "a readable file", error.hint or f"{key}=<file>")
 
 
-def forced(names: Sequence[str], steps: Collection[str] = ()) -> Iterator[Finding]:
+def _forced(names: Sequence[str], steps: Collection[str]) -> Iterator[Finding]:
     """Refuse names in `force` that are not stages, or `step.stage` of a step of the chain."""
     known = [*STAGES, *(f"{step}.{stage}" for step in steps for stage in STAGES)]
     for name in names:
@@ -172,26 +161,23 @@ def forced(names: Sequence[str], steps: Collection[str] = ()) -> Iterator[Findin
             yield Finding("force", f"no stage {name!r}", allowed, override)
 
 
-def partitioned(
-    train: Mapping[str, Any], peft: Mapping[str, Any], zero: Mapping[str, Any]
-) -> Iterator[Finding]:
+def _partitioned(settings: Mapping[str, Any]) -> Iterator[Finding]:
     """Refuse what the ZeRO stage does not partition, and 8-bit moments on the host."""
-    stage = zero["stage"]
+    zero, optimizer = settings["zero"], settings["train"]["optimizer"]
     for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        if zero[name] == "cpu" and stage < least:
+        if zero[name] == "cpu" and zero["stage"] < least:
             allowed = f"needs ZeRO-{least} or more"
             yield Finding(f"zero.{name}", "cpu", allowed, f"zero=zero{max(least, 2)}")
-    if train["optimizer"] != "adamw" and zero["offload_optimizer"] == "cpu":
-        allowed = "DeepSpeed's CPUAdam has no 8 bits"
+    if optimizer != "adamw" and zero["offload_optimizer"] == "cpu":
         override = "train.optimizer=adamw or zero.offload_optimizer=none"
-        yield Finding("train.optimizer", train["optimizer"], allowed, override)
-    if peft["kind"] == "qlora" and stage == 3:
+        yield Finding("train.optimizer", optimizer, "DeepSpeed's CPUAdam has no 8 bits", override)
+    if settings["peft"]["kind"] == "qlora" and zero["stage"] == 3:
         allowed = "4-bit weights cannot be split; LoRA goes with ZeRO-3"
         override = "zero=zero2 or peft=lora"
         yield Finding("peft and zero", "QLoRA with ZeRO-3", allowed, override)
 
 
-def merge_base(base: str, kind: str) -> Iterator[Finding]:
+def _merge_base(base: str, kind: str) -> Iterator[Finding]:
     """Check that an adapter is merged into the base that it was trained on."""
     if base == "dequantized" and kind != "qlora":
         allowed = "only QLoRA quantises the base"

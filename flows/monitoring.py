@@ -1,14 +1,9 @@
-"""Record of a run while it goes on: `<paths.runs>/reports/<run>/progress.json`.
+"""Record what a run does while it goes on, and read what runs do and did: no server is asked.
 
-    {"run": "...", "flow": "rlhf", "exp": "qlora", "host": "n7", "pid": 4242, "started": 1.7e9,
-     "written": 1.7e9, "stages": [{"name": "train", "started": 1.7e9, "seconds": null,
-     "reused": false, "failed": false, "step": 37, "steps": 120, "step_at": 1.7e9,
-     "seconds_per_step": 0.8, "numbers": {"loss": 1.2}}]}
-
-Times are seconds since the epoch. The file is replaced as a whole every `BEAT_S` seconds, and when
-a stage begins or ends. The run holds a lock (`flock`) on `.lock` beside it, which the kernel
-releases when the process is gone, `kill -9` included. Nothing here raises: a run is worth more than
-its record.
+A run writes `<paths.runs>/reports/<run>/progress.json` when a stage begins or ends, and while it
+takes steps. It holds a lock (`flock`) on `.lock` beside it, which the kernel releases when the
+process is gone, `kill -9` included. A run with a summary has ended. One without is running if its
+lock is held; else it was lost: it ended without a word. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -19,10 +14,10 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -35,15 +30,13 @@ log = logging.getLogger(__name__)
 PROGRESS, LOCK = "progress.json", ".lock"
 STEPS = "steps.jsonl"
 """Curves of the run: the events `step` and `eval` of its stages, one a line."""
-BEAT_S = 10.0
-"""Seconds between two writes while nothing begins or ends."""
-LAST_S = 5.0
-"""Most seconds that a run waits for the thread at its end."""
+BEAT_S = 5.0
+"""Seconds between two records of steps, at least."""
 
 
 @dataclass
 class StageState:
-    """Progress of one stage; times in seconds since the epoch.
+    """Progress of one stage.
 
     `seconds` is None while it runs, and if the run was lost in it; `step` without steps. `numbers`
     are those of the last step, such as `loss`.
@@ -63,24 +56,17 @@ class StageState:
     @property
     def seconds_left(self) -> float | None:
         """Estimate of the time to its last step; None if it is not known."""
-        known = (self.step, self.steps, self.step_at, self.seconds_per_step)
-        if self.seconds is not None or None in known:
+        if self.seconds is not None or not (self.step_at and self.steps and self.seconds_per_step):
             return None
-        step, steps, at, of_step = known
-        return max(0.0, (steps - step) * of_step - (time.time() - at))  # type: ignore[operator]
-
-    @property
-    def at(self) -> str:
-        """Place in this stage, in words."""
-        if self.step is None:
-            return f"in {self.name}"
-        return f"at step {self.step} of {self.steps or '?'} of {self.name}"
+        left = (self.steps - (self.step or 0)) * self.seconds_per_step
+        return max(0.0, left - (time.time() - self.step_at))
 
 
 class RunRecord:
     """Record of one run of a flow, a context manager that keeps it up to date.
 
-    `folder` is `<paths.runs>/reports/<run>`; `call` calls the work of a stage.
+    `folder` is `<paths.runs>/reports/<run>`; `call` calls the work of a stage. Nothing here raises:
+    a run is worth more than its record.
     """
 
     def __init__(self, folder: Path, flow: str, exp: str | None, call: Call) -> None:
@@ -95,27 +81,22 @@ class RunRecord:
         }
         self._stages: list[StageState] = []
         self._first: tuple[int, float] | None = None
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="run record", daemon=True)
-        self._writing = threading.Lock()  # so that no thread replaces a newer record by an older
+        self._written = 0.0
         self._lock: int | None = None
         self._warned = False
 
     def __enter__(self) -> RunRecord:
-        """Write the first record, and start the thread that keeps it up to date."""
+        """Write the first record, and hold the lock."""
         with self._no_error():
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)  # a reader holds it for microseconds
         self._write()
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Write the last record, after the summary, and release the lock."""
         self._write()
-        self._over.set()
-        self._thread.join(LAST_S)
         if self._lock is not None:
             os.close(self._lock)
 
@@ -131,7 +112,7 @@ class RunRecord:
         """Record a stage that runs within the block."""
         state = StageState(name, time.time())
         self._first = None
-        self._stages = [*self._stages, state]
+        self._stages.append(state)
         self._write()
         try:
             yield state
@@ -146,15 +127,17 @@ class RunRecord:
         """Note an event of a child process (`tasks/core/events.py`); steps go into `STEPS`."""
         if not self._stages:
             return
-        state = self._stages[-1]
+        state, kind = self._stages[-1], event["event"]
         with self._no_error():
-            if event["event"] == "plan":
+            if kind == "plan":
                 state.steps, state.step = int(event["steps"]), int(event.get("taken", 0))
-            elif event["event"] in ("step", "progress"):
+            elif kind in ("step", "progress"):
                 self._note_step(state, event)
-            if event["event"] in ("step", "eval"):
+            if kind in ("step", "eval"):
                 with (self._folder / STEPS).open("a") as file:
                     file.write(json.dumps({**event, "stage": state.name}) + "\n")
+        if time.time() - self._written > BEAT_S:
+            self._write()
 
     def _note_step(self, state: StageState, event: Mapping[str, Any]) -> None:
         now = time.time()
@@ -170,15 +153,14 @@ class RunRecord:
             if name not in ("step", "total") and isinstance(value, int | float) and isfinite(value)
         }
 
-    def _beat(self) -> None:
-        while not self._over.wait(BEAT_S):
-            self._write()
-
     def _write(self) -> None:
-        with self._writing, self._no_error():
+        self._written = time.time()
+        fresh = self._folder / f".{PROGRESS}.{os.getpid()}"
+        with self._no_error():
             stages = [asdict(stage) for stage in self._stages]
-            document = {**self._about, "written": time.time(), "stages": stages}
-            replace_file(self._folder / PROGRESS, json.dumps(document) + "\n")
+            document = {**self._about, "written": self._written, "stages": stages}
+            fresh.write_text(json.dumps(document) + "\n")
+            fresh.replace(self._folder / PROGRESS)
 
     @contextlib.contextmanager
     def _no_error(self) -> Iterator[None]:
@@ -190,18 +172,80 @@ class RunRecord:
             self._warned = True
 
 
-def replace_file(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace a file as a whole: a reader sees the old text or the new one. Raises OSError."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(text)
-        fresh.chmod(mode)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+@dataclass(frozen=True)
+class RunState:
+    """State of one run: "running", "lost", or that of its summary; texts are empty if not known."""
+
+    run: str
+    state: str
+    flow: str
+    exp: str
+    host: str
+    pid: int | None
+    started: float | None
+    seconds: float | None
+    exit_status: int | None
+    message: str
+    stages: tuple[StageState, ...]
+
+    @property
+    def stage(self) -> StageState | None:
+        """The stage that runs, or in which the run was lost; None between stages."""
+        return self.stages[-1] if self.stages and self.stages[-1].seconds is None else None
+
+    @property
+    def trained(self) -> StageState | None:
+        """The last stage that took steps."""
+        return next((stage for stage in reversed(self.stages) if stage.numbers), None)
 
 
-def is_locked(folder: Path) -> bool:
+def history(runs: Path) -> list[RunState]:
+    """Return the state of every run in a folder, newest first."""
+    states = [_state_of(folder) for folder in (runs / "reports").glob("*") if folder.is_dir()]
+    return sorted(states, key=lambda state: (state.started or 0.0, state.run), reverse=True)
+
+
+def _state_of(folder: Path) -> RunState:
+    """Return the state of one run, given its folder in `<paths.runs>/reports`."""
+    locked = _is_locked(folder)  # first: a run that ends meanwhile has a summary by now
+    record, summary = _read(folder / PROGRESS), _read(folder / "summary.json")
+    state = summary.get("status") or ("running" if locked else "lost")
+    started, host = record.get("started"), record.get("host", "")
+    if started is None:
+        with contextlib.suppress(ValueError):  # a folder with another name
+            started = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S").timestamp()
+    seconds = summary.get("seconds")
+    if seconds is None and started is not None:
+        until = time.time() if state == "running" else record.get("written", started)
+        seconds = max(0.0, until - started)
+    message = summary.get("error") or summary.get("unregistered") or ""
+    if state == "lost":
+        where = f", or its lock on {host} is not seen here" if host != socket.gethostname() else ""
+        message = f"ended without a word{where}"
+    return RunState(
+        run=folder.name,
+        state=state,
+        flow=record.get("flow") or summary.get("flow") or "",
+        exp=record.get("exp") or summary.get("exp") or "",
+        host=host,
+        pid=record.get("pid"),
+        started=started,
+        seconds=seconds,
+        exit_status=summary.get("exit_status"),
+        message=message,
+        stages=tuple(StageState(**entry) for entry in record.get("stages", ())),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a JSON object; empty if there is none yet."""
+    with contextlib.suppress(OSError, ValueError):
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return document
+    return {}
+
+
+def _is_locked(folder: Path) -> bool:
     """Return True if the process of a run holds the lock in its folder."""
     try:
         with (folder / LOCK).open("rb") as file:

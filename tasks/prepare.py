@@ -24,11 +24,10 @@ from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError, ConfigError, DataError, first_and_more
 from tasks.core.hub import hub_config
 from tasks.data.build import Options, build_dataset
-from tasks.data.columns import Columns
 from tasks.data.control import KEEP, Control
 from tasks.data.kinds import CONVERSATIONS, KINDS, PROMPTS, TEXTS, kind_for, names_texts
-from tasks.data.readers import FILE_KINDS, HUB, existing_file, read_rows
-from tasks.data.sources import Source
+from tasks.data.messages import Columns
+from tasks.data.readers import FILE_KINDS, HUB, Source, existing_file, read_rows
 from tasks.pipeline.report import StageReport
 from tasks.process.launch import launch, python_child
 from tasks.rl.rewards import EXACT_MATCH
@@ -276,7 +275,7 @@ def _pretrain(
     job = log_path.with_suffix(".job.json")
     job.write_text(json.dumps({"out": str(out.resolve()), "steps": base.steps, "seed": base.seed}))
     launch(
-        python_child("tasks.toy", str(job.resolve())),
+        python_child("tasks.toy.pretrain", str(job.resolve())),
         stage="prepare_base",
         log=log,
         log_path=log_path,
@@ -309,7 +308,7 @@ def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
 
 def _columns(data: Data, entry: Mapping[str, Any]) -> Columns:
     """Return the columns of a source: its own names, else those of section `data`."""
-    names = {f"{f.name}_key" for f in fields(Columns)}
-    shared = {name: value for name in names if (value := getattr(data, name)) != COMPUTED}
-    own = {name: value for name in names if (value := entry.get(name)) is not None}
-    return Columns.of({**shared, **own})
+    roles = [f.name for f in fields(Columns)]
+    shared = {r: value for r in roles if (value := getattr(data, f"{r}_key")) != COMPUTED}
+    own = {r: value for r in roles if (value := entry.get(f"{r}_key")) is not None}
+    return Columns(**{**shared, **own})

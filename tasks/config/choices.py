@@ -31,7 +31,7 @@ ModelKind = Literal["toy", "hf"]
 DataKind = Literal["toy", "jsonl", "csv", "parquet", "hub"]
 ToyTasks = Literal["letters", "calculator"]
 OnBadLine = Literal["fail", "skip"]
-ControlTokens = Literal["escape", "refuse", "keep"]
+ControlTokens = Literal["refuse", "keep"]
 Mask = Literal["last_answer", "every_answer", "every_token"]
 """Tokens of a conversation that bear loss; `every_token` is for raw texts, as in pre-training."""
 Stopping = Literal["first_exhausted", "all_exhausted"]

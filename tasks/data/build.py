@@ -9,22 +9,22 @@ no model is evaluated on a text that it was trained on.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from tasks.core.errors import DataError, EmptySplitError
-from tasks.data.columns import wrong_columns
 from tasks.data.control import WAYS, Control
 from tasks.data.kinds import CONVERSATIONS, Kind, Payload, content_id, side_id
 from tasks.data.messages import Unusable
-from tasks.data.sources import ALL_EXHAUSTED, MixedRow, Source, mix, wrong_probabilities
+from tasks.data.readers import ALL_EXHAUSTED, Row, Source, mix, wrong_probabilities
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 TRAIN, HELD_OUT = "train", "heldout"
@@ -43,7 +43,7 @@ class Options:
         seed: seed of the held-out rows, and of the order of mixed sources.
         max_samples: maximum number of rows to read from all training sources together.
         on_bad_line: "fail" raises one error that lists the bad rows, "skip" counts them.
-        stopping: end of mixing, "first_exhausted" or "all_exhausted"; see `sources.mix`.
+        stopping: end of mixing, "first_exhausted" or "all_exhausted"; see `readers.mix`.
         answered: True if a prompt without an answer is a bad row.
         control: control tokens in the texts of rows.
     """
@@ -58,24 +58,12 @@ class Options:
     control: Control = field(default_factory=Control)
 
 
-class Good(NamedTuple):
-    """A usable row: hashes of its contents and of what decides its side, the row, repeated or not.
-
-    The hashes are `kinds.content_id` and `kinds.side_id`; `again`: its source was read before.
-    """
-
-    identity: str
-    side: str
-    payload: Payload
-    again: bool
-
-
 @dataclass
 class Split:
-    """One output file, and the counts of its rows; `name` is `TRAIN` or `HELD_OUT`."""
+    """One output file, and the counts of its rows."""
 
-    name: str
     file: IO[str]
+    tested: bool
     read: int = 0
     kept: int = 0
     refused: int = 0
@@ -83,81 +71,25 @@ class Split:
     seen: dict[str, int] = field(default_factory=dict)
     sides: set[str] = field(default_factory=set)
 
-    def write(self, good: Good) -> None:
+    def write(self, payload: Payload, side: str) -> None:
         """Append one row; a repeated row gets a numbered id.
 
-        The file is ASCII, so a Unicode line separator in a text cannot start a new line.
+        A held-out pair gets `messages`, so that the served model can be evaluated. The file is
+        ASCII, so a Unicode line separator in a text cannot start a new line.
         """
-        repeat = self.seen.get(good.identity, 0)
-        self.seen[good.identity] = repeat + 1
-        self.sides.add(good.side)
-        row_id = f"{good.identity}-{repeat}" if repeat else good.identity
-        payload = _tested(good.payload) if self.name == HELD_OUT else good.payload
+        identity = content_id(payload)
+        repeat = self.seen.get(identity, 0)
+        self.seen[identity] = repeat + 1
+        self.sides.add(side)
+        if self.tested and "chosen" in payload:
+            payload = {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
+        row_id = f"{identity}-{repeat}" if repeat else identity
         self.file.write(json.dumps({"id": row_id, **payload}) + "\n")
         self.kept += 1
 
     def counts(self) -> dict[str, int]:
         """Return the counts. The stage `train` cuts long rows later; it has the tokenizer."""
         return {n: getattr(self, n) for n in ("read", "kept", "refused", "overlapping")}
-
-
-@dataclass
-class Reading:
-    """Rows of one source: checked one by one, and counted.
-
-    Attributes:
-        source: the source.
-        options: settings of the dataset.
-        names: names of its columns.
-        fitted: True if a row had the columns that its kind needs.
-        rows: number of rows read.
-        refused: number of rows that cannot be used.
-        repeated: number of rows that were read again, in a mixture.
-        controlled: places of rows with a control token outside answers.
-    """
-
-    source: Source
-    options: Options
-    names: set[str] = field(default_factory=set)
-    fitted: bool = False
-    rows: int = 0
-    refused: int = 0
-    repeated: int = 0
-    controlled: list[str] = field(default_factory=list)
-
-    def look(self, mixed: MixedRow) -> Good:
-        """Check one row. Raises Unusable with the reason."""
-        kind, values = self.options.kind, mixed.row.values
-        self.rows += 1
-        self.repeated += mixed.again
-        if len(self.names) < MOST_COLUMNS_NOTED:
-            self.names.update(values)
-        columns = self.source.columns.among(values)
-        self.fitted = self.fitted or kind.fit(values, columns)
-        try:
-            if mixed.row.problem:
-                raise Unusable(mixed.row.problem)
-            payload, warning = self.options.control.apply(kind.read(values, columns))
-            if self.options.answered and "answer" not in payload:
-                raise Unusable("no answer, and reward.function=exact_match compares with it")
-        except Unusable:
-            self.refused += not mixed.again
-            raise
-        if warning and not mixed.again:
-            self.controlled.append(f"{mixed.row.place}: {warning}")
-        identity, side = content_id(payload), side_id(payload)
-        return Good(identity, side, payload, mixed.again)
-
-    def require_columns(self) -> None:
-        """Raise DataError if no row of the source had the columns that its kind needs."""
-        if self.names and not self.fitted:
-            wanted = self.options.kind.wanted(self.source.columns)
-            raise wrong_columns(self.names, wanted, self.source.name)
-
-    def counts(self) -> dict[str, Any]:
-        """Return the counts of the source for `dataset.json`."""
-        counts = {n: getattr(self, n) for n in ("rows", "refused", "repeated")}
-        return {"name": self.source.name, **counts}
 
 
 @dataclass
@@ -179,6 +111,87 @@ class BadRows:
         return [*self.shown, f"... and {rest} more"] if rest else list(self.shown)
 
 
+@dataclass
+class Reading:
+    """Rows of one source: checked one by one, and counted.
+
+    Attributes:
+        names: names of its columns.
+        fitted: True if a row had the columns that its kind needs.
+        rows: number of rows read.
+        refused: number of rows that cannot be used.
+        repeated: number of rows that were read again, in a mixture.
+        controlled: places of rows with a control token outside answers.
+    """
+
+    source: Source
+    options: Options
+    names: set[str] = field(default_factory=set)
+    fitted: bool = False
+    rows: int = 0
+    refused: int = 0
+    repeated: int = 0
+    controlled: list[str] = field(default_factory=list)
+
+    def payload(self, row: Row, split: Split, bad_rows: BadRows) -> Payload | None:
+        """Return a row of the artifact; None for a row that cannot be used, counted once."""
+        self.rows += 1
+        self.repeated += row.again
+        split.read += 1
+        try:
+            payload, warning = self._checked(row)
+        except Unusable as reason:
+            if row.again:
+                split.read -= 1
+            else:
+                self.refused += 1
+                split.refused += 1
+                bad_rows.add(row.place, str(reason))
+            return None
+        if warning and not row.again:
+            self.controlled.append(f"{row.place}: {warning}")
+        return payload
+
+    def _checked(self, row: Row) -> tuple[Payload, str]:
+        kind, values = self.options.kind, row.values
+        if len(self.names) < MOST_COLUMNS_NOTED:
+            self.names.update(values)
+        columns = self.source.columns.among(values)
+        self.fitted = self.fitted or kind.fit(values, columns)
+        if row.problem:
+            raise Unusable(row.problem)
+        payload = kind.read(values, columns)
+        warning = self.options.control.check(payload)
+        if self.options.answered and "answer" not in payload:
+            raise Unusable("no answer, and reward.function=exact_match compares with it")
+        return payload, warning
+
+    def require_columns(self) -> None:
+        """Raise DataError if no row of the source had the columns that its kind needs."""
+        if self.fitted or not self.names:
+            return
+        wanted, known = self.options.kind.wanted(self.source.columns), sorted(self.names)
+        near = {
+            role: matches[0]
+            for role, name in wanted.items()
+            if name not in self.names
+            and (matches := difflib.get_close_matches(name, known, n=1, cutoff=0.5))
+        }
+        names = " or ".join(repr(name) for name in wanted.values())
+        raise DataError(
+            f"{self.source.name}: no row has the columns it needs ({names}); "
+            f"it has {', '.join(map(repr, known))}",
+            hint=" ".join(
+                f"data.{role}_key={near.get(role, '<column>')}" for role in near or wanted
+            ),
+        )
+
+    def counts(self) -> dict[str, Any]:
+        """Return the counts of the source for `dataset.json`."""
+        counts = {n: getattr(self, n) for n in ("rows", "refused", "repeated")}
+        return {"name": self.source.name, **counts}
+
+
 def build_dataset(
     out: Path, *, train: Sequence[Source], held_out: Source | None, options: Options, log: Log
 ) -> dict[str, Any]:
@@ -193,21 +206,31 @@ def build_dataset(
     bad_rows = BadRows()
     readings = [Reading(source, options) for source in train]
     apart = [Reading(held_out, options)] if held_out is not None else []
-    with ExitStack() as stack:
-        splits = {}
-        for name in (TRAIN, HELD_OUT):
-            file = (out / f"{name}.jsonl").open("w", encoding="ascii", newline="\n")
-            splits[name] = Split(name, stack.enter_context(file))
+    fraction = 0.0 if apart else options.eval_fraction
+    with (
+        (out / f"{TRAIN}.jsonl").open("w", encoding="ascii", newline="\n") as train_file,
+        (out / f"{HELD_OUT}.jsonl").open("w", encoding="ascii", newline="\n") as heldout_file,
+    ):
+        trained, heldout = Split(train_file, tested=False), Split(heldout_file, tested=True)
         for reading in apart:
-            rows_apart = (MixedRow(0, row, again=False) for row in reading.source.rows())
-            for good in _good(rows_apart, apart, splits[HELD_OUT], bad_rows):
-                splits[HELD_OUT].write(good)
-        rows = itertools.islice(
-            mix(train, seed=options.seed, stopping=options.stopping), options.max_samples
-        )
-        fraction = 0.0 if apart else options.eval_fraction
-        goods = _good(rows, readings, splits[TRAIN], bad_rows)
-        _divide(goods, splits, lambda side: _position(side, options.seed) < fraction)
+            for row in reading.source.rows():
+                if (payload := reading.payload(row, heldout, bad_rows)) is not None:
+                    heldout.write(payload, side_id(payload))
+        mixed = mix(train, seed=options.seed, stopping=options.stopping)
+        for row in itertools.islice(mixed, options.max_samples):
+            payload = readings[row.source].payload(row, trained, bad_rows)
+            if payload is None:
+                continue
+            side = side_id(payload)
+            if _position(side, options.seed) < fraction:
+                trained.read -= 1
+                if not row.again:  # a source that is read again adds no second held-out row
+                    heldout.read += 1
+                    heldout.write(payload, side)
+            elif side in heldout.sides:
+                trained.overlapping += 1
+            else:
+                trained.write(payload, side)
     everything = [*readings, *apart]
     for reading in everything:
         reading.require_columns()
@@ -218,9 +241,13 @@ def build_dataset(
             details=bad_rows.lines(),
             hint="fix the rows, or leave them out and count them: data.on_bad_line=skip",
         )
-    if not apart and not splits[HELD_OUT].kept:
-        _move_one(out, splits, seed=options.seed)
-    _refuse_empty(splits.values(), [reading.source.name for reading in everything], bad_rows)
+    if not apart and not heldout.kept and len(trained.sides) > 1:
+        # A source too small for its fraction holds out the row with the lowest position.
+        lowest = min(_position(side, options.seed) for side in trained.sides)
+        least = replace(options, eval_fraction=math.nextafter(lowest, 1.0))
+        return build_dataset(out, train=train, held_out=None, options=least, log=log)
+    splits = {TRAIN: trained, HELD_OUT: heldout}
+    _refuse_empty(splits, [reading.source.name for reading in everything], bad_rows)
     if bad_rows.total:
         log.warning("%d rows refused, counted and left out:", bad_rows.total)
         for line in bad_rows.lines():
@@ -238,88 +265,25 @@ def build_dataset(
     }
 
 
-def _good(
-    rows: Iterator[MixedRow], readings: Sequence[Reading], split: Split, bad_rows: BadRows
-) -> Iterator[Good]:
-    """Yield the usable rows, and count the others as refused, each once."""
-    for mixed in rows:
-        split.read += 1
-        try:
-            yield readings[mixed.source].look(mixed)
-        except Unusable as reason:
-            if mixed.again:
-                split.read -= 1
-                continue
-            split.refused += 1
-            bad_rows.add(mixed.row.place, str(reason))
-
-
-def _divide(
-    goods: Iterator[Good], splits: dict[str, Split], is_held_out: Callable[[str], bool]
-) -> None:
-    """Write each usable row of the training sources to its split."""
-    train, heldout = splits[TRAIN], splits[HELD_OUT]
-    for good in goods:
-        if is_held_out(good.side):
-            train.read -= 1
-            if not good.again:  # a source that is read again adds no second held-out row
-                heldout.read += 1
-                heldout.write(good)
-        elif good.side in heldout.sides:
-            train.overlapping += 1
-        else:
-            train.write(good)
-
-
-def _tested(payload: Payload) -> Payload:
-    """Return a held-out row; a pair gets `messages`, so that the served model can be evaluated."""
-    if "chosen" not in payload:
-        return payload
-    return {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
-
-
-def _position(identity: str, seed: int) -> float:
+def _position(side: str, seed: int) -> float:
     """Return a number in [0, 1) for a row: uniform, and the same on every machine."""
-    digest = hashlib.sha256(f"{seed} {identity}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {side}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _move_one(out: Path, splits: dict[str, Split], *, seed: int) -> None:
-    """Hold out the row with the lowest position, if a small source left no held-out row."""
-    train, heldout = splits[TRAIN], splits[HELD_OUT]
-    if len(train.sides) < 2:
-        return
-    nearest = min(train.sides, key=lambda side: _position(side, seed))
-    path = out / f"{TRAIN}.jsonl"
-    stay, moved = [], []
-    for line in path.read_text(encoding="ascii").splitlines(keepends=True):
-        payload = json.loads(line)
-        identity = payload.pop("id")
-        if side_id(payload) != nearest:
-            stay.append(line)
-        else:
-            moved.append(json.dumps({"id": identity, **_tested(payload)}) + "\n")
-    path.write_text("".join(stay), encoding="ascii", newline="\n")
-    held_path = out / f"{HELD_OUT}.jsonl"
-    held_path.write_text("".join(moved), encoding="ascii", newline="\n")
-    for split, change in ((train, -len(moved)), (heldout, len(moved))):
-        split.read += change
-        split.kept += change
-
-
-def _refuse_empty(splits: Iterable[Split], sources: Sequence[str], bad_rows: BadRows) -> None:
+def _refuse_empty(splits: dict[str, Split], sources: Sequence[str], bad_rows: BadRows) -> None:
     """Raise EmptySplitError if a split has no rows."""
-    for split in splits:
+    for name, split in splits.items():
         if split.kept:
             continue
         counts = f"{split.read} rows read, {split.refused} refused"
         if split.overlapping:
             counts += f", {split.overlapping} also held out"
         hint = "data.path=<file with rows>"
-        if split.name == HELD_OUT:
+        if name == HELD_OUT:
             hint = "data.eval_path=<file with rows>, or at least two different conversations"
         raise EmptySplitError(
-            f"{', '.join(sources)}: the {split.name} split is empty: {counts}",
+            f"{', '.join(sources)}: the {name} split is empty: {counts}",
             details=bad_rows.lines(),
             hint=hint,
         )

@@ -1,30 +1,29 @@
-"""Find control tokens in the texts of a row: refuse, escape or report them.
+"""Find control tokens in the texts of a row: refuse or report them.
 
 A text such as `<|im_end|>` in a message becomes the token that ends a turn. In a question it forges
-turns, and an answer with it is learned to end there. Servers read texts alike, so escaping changes
-the text (`< |im_end|>`); ids that no server makes would teach nothing. Raw texts are taken as they
-are, since control tokens separate their documents.
+turns, and an answer with it is learned to end there. Raw texts are taken as they are, since control
+tokens separate their documents.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from tasks.config.choices import ControlTokens
-from tasks.data.messages import REASONING, Message, Unusable
+from tasks.data.messages import REASONING, Unusable
 
-ESCAPE, REFUSE, KEEP = "escape", "refuse", "keep"
+REFUSE, KEEP = "refuse", "keep"
 _PARTS = ("prompt", "messages", "chosen", "rejected")
-WAYS = f"data.control_tokens={ESCAPE} breaks it up, {KEEP} takes it as it is"
+WAYS = f"data.control_tokens={KEEP} takes it as it is"
 
 
 @dataclass(frozen=True)
 class Control:
-    """Control tokens of a tokenizer, and what becomes of a text that holds one.
+    """Control tokens of a tokenizer, and what becomes of a text that contains one.
 
     Attributes:
         tokens: their texts; none if the tokenizer is not known.
@@ -36,37 +35,35 @@ class Control:
     mode: ControlTokens | None = None
     last_answer: bool = False
 
-    def apply(self, payload: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return a row as it is trained, and its first control token outside answers, or "".
+    def check(self, row: Mapping[str, Any]) -> str:
+        """Return a warning about the first control token outside answers, or "".
 
-        Raises:
-            Unusable: a control token in an answer, or anywhere with `refuse`.
+        Raises Unusable for a control token in an answer, or anywhere with `refuse`.
         """
-        row, warning = dict(payload), ""
+        warning = ""
         if not self.tokens or self.mode == KEEP:
-            return row, warning
-        pattern = _pattern(self.tokens)
+            return warning
         for part in (name for name in _PARTS if name in row):
-            row[part] = list(row[part])
-            reference = "columns" in row and row[part][-1]["role"] == "assistant"  # not rendered
-            for number, key in _texts(row[part][: len(row[part]) - reference]):
-                message = row[part][number]
-                match = pattern.search(message[key])
+            messages = row[part]
+            if "columns" in row and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]  # the reference answer of a prompt is not rendered
+            for number, message in enumerate(messages):
+                texts = (message.get(key, "") for key in ("content", *REASONING))
+                match = next(filter(None, map(self._pattern.search, texts)), None)
                 if match is None:
                     continue
                 answer = self._is_answer(row, part, number)
                 who = "an answer" if answer else f"by the {message['role']}"
-                holds = f"message {number + 1} of {part!r}, {who}, holds {match[0]!r}"
-                if self.mode == ESCAPE:
-                    text = pattern.sub(lambda m: f"{m[0][0]} {m[0][1:]}", message[key])
-                    if pattern.search(text):
-                        raise Unusable(f"{holds}, and so does the text with a blank in it")
-                    row[part][number] = {**message, key: text}
-                elif answer or self.mode == REFUSE:
-                    raise Unusable(f"{holds}, a control token: {WAYS}")
-                else:
-                    warning = warning or holds
-        return row, warning
+                problem = f"message {number + 1} of {part!r}, {who}, holds {match[0]!r}"
+                if answer or self.mode == REFUSE:
+                    raise Unusable(f"{problem}, a control token: {WAYS}")
+                warning = warning or problem
+        return warning
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.tokens, key=len, reverse=True)
+        return re.compile("|".join(re.escape(token) for token in longest_first))
 
     def _is_answer(self, row: Mapping[str, Any], part: str, number: int) -> bool:
         """Return True if a message bears loss."""
@@ -74,15 +71,3 @@ class Control:
             return False
         only_last = part == "messages" and (self.last_answer or "desirable" in row)
         return not only_last or number == len(row[part]) - 1
-
-
-def _texts(messages: Sequence[Message]) -> list[tuple[int, str]]:
-    """Return the places of all texts: the number of the message, and the key."""
-    keys = ("content", *REASONING)
-    return [(number, key) for number, m in enumerate(messages) for key in keys if key in m]
-
-
-@lru_cache(maxsize=8)
-def _pattern(tokens: tuple[str, ...]) -> re.Pattern[str]:
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(re.escape(token) for token in longest_first))

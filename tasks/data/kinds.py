@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.config.defaults import ONLINE
-from tasks.data.columns import Columns
 from tasks.data.messages import (
     TOOLS,
+    Columns,
     Message,
     Unusable,
     column_text,
     conversation,
+    kind_of,
     messages_of,
     require_turns,
     sound,
@@ -38,7 +39,6 @@ from tasks.data.messages import (
     tools_of,
     transcript,
 )
-from tasks.data.readers import kind_of
 
 Payload = dict[str, Any]
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
@@ -78,11 +78,7 @@ def _messages(values: Mapping[str, Any], columns: Columns) -> Payload:
 
 
 def document(values: Mapping[str, Any], columns: Columns) -> Payload:
-    """Return `{"text"}`: a raw text, unchanged, as in pre-training. Training adds EOS.
-
-    Raises:
-        Unusable: the column is missing, is not text, or is blank.
-    """
+    """Return `{"text"}`: a raw text, unchanged, as in pre-training. Training adds EOS."""
     if columns.text is None or columns.text not in values:
         raise Unusable(f"no {columns.text!r}, the column of the text")
     text = column_text(values, columns.text)
@@ -92,12 +88,7 @@ def document(values: Mapping[str, Any], columns: Columns) -> Payload:
 
 
 def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """Return `{"messages", "answer"?, "columns", "tools"?}`; an answer is the last message, too.
-
-    Raises:
-        Unusable: a column is missing, has a wrong type or cannot be written as JSON, or roles are
-            out of order.
-    """
+    """Return `{"messages", "answer"?, "columns", "tools"?}`; an answer is the last message, too."""
     messages, used = _asked_prompt(values, columns)
     answer = None
     if messages[-1]["role"] == "assistant":
@@ -164,12 +155,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """Return `{"prompt", "chosen", "rejected", "margin"?}`: lists of messages, and a number.
-
-    Raises:
-        Unusable: a column is missing or has a wrong type, the answers are equal or empty, roles are
-            out of order, or the margin is not a finite number.
-    """
+    """Return `{"prompt", "chosen", "rejected", "margin"?}`: lists of messages, and a number."""
     missing = [name for name in (columns.chosen, columns.rejected) if name not in values]
     if missing:
         raise Unusable("no " + ", no ".join(repr(name) for name in missing))
@@ -193,11 +179,7 @@ def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """Return `{"messages", "desirable"}`: a conversation, and the label of its last answer.
-
-    Raises:
-        Unusable: the conversation cannot be used, or the label is neither true nor false.
-    """
+    """Return `{"messages", "desirable"}`: a conversation, and the label of its last answer."""
     if columns.label not in values:
         raise Unusable(f"no {columns.label!r}, the column of the label")
     raw = values[columns.label]
@@ -294,13 +276,8 @@ KINDS = {kind.name: kind for kind in (CONVERSATIONS, PAIRS, LABELLED, TEXTS, PRO
 def kind_for(objective: str, *, texts: bool = False) -> Kind:
     """Return the kind of rows that an objective trains on.
 
-    Args:
-        objective: name of the objective.
-        texts: True if the data are raw texts (`names_texts`); ignored for an objective that cannot
-            train on them.
-
-    Raises:
-        KeyError: unknown objective.
+    `texts`: True if the data are raw texts (`names_texts`); ignored for an objective that cannot
+    train on them.
     """
     if texts and objective in TEXTS.objectives:
         return TEXTS

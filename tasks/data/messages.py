@@ -1,4 +1,4 @@
-"""Read and check the messages of a row, or the whole row as a conversation.
+"""Columns of a row; read and check its messages, or the whole row as a conversation.
 
 A message is `{"role", "content"}`, or `{"from", "value"}` as in ShareGPT. A conversation is a list
 of messages, or a prompt and a response in two columns; a system message may have its own column.
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
-
-from tasks.data.columns import Columns
-from tasks.data.readers import kind_of
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -48,12 +46,44 @@ class Unusable(ValueError):
     """A row that cannot be used; the text is the reason."""
 
 
-def tools_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `{"tools": schemas}` of a row that has tools, else {}.
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns of the user's data, as in `data.*_key`; None if there is no such column.
 
-    Raises:
-        Unusable: the tools are no list of schemas.
+    ShareGPT calls its messages "conversations"; `among` knows that.
     """
+
+    messages: str | None = "messages"
+    prompt: str = "prompt"
+    response: str = "response"
+    system: str | None = None
+    text: str | None = None
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    label: str = "label"
+    margin: str | None = None
+    answer: str | None = "answer"
+
+    def among(self, names: Collection[str]) -> Columns:
+        """Return the columns for a row that has columns of these names."""
+        if self.messages == "messages" and "messages" not in names and "conversations" in names:
+            return replace(self, messages="conversations")
+        return self
+
+    def named(self, roles: Collection[str]) -> dict[str, str]:
+        """Return the names of the columns with these roles, such as `{"prompt": "question"}`."""
+        return {role: name for role in roles if (name := getattr(self, role)) is not None}
+
+
+def kind_of(value: object) -> str:
+    """Return the JSON type of a value, for messages."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text",
+             list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
+    return names.get(type(value), type(value).__name__)
+
+
+def tools_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `{"tools": schemas}` of a row that has tools, else {}."""
     for key in TOOLS:
         raw = values.get(key)
         if isinstance(raw, str) and raw.strip():
@@ -99,11 +129,7 @@ def _from_json(text: str, what: str) -> Any:
 
 
 def column_text(values: Mapping[str, Any], key: str) -> str:
-    """Return the text of a column.
-
-    Raises:
-        Unusable: the value is not text, or cannot be written as UTF-8.
-    """
+    """Return the text of a column."""
     return sound(values[key], repr(key))
 
 
@@ -116,15 +142,6 @@ def sound(value: object, what: str) -> str:
     except UnicodeEncodeError as error:
         raise Unusable(f"{what} has half of a surrogate pair at {error.start + 1}") from error
     return value
-
-
-def conversation_of(raw: object, key: str) -> list[Message]:
-    """Return the messages of a conversation whose roles alternate and which ends with an answer."""
-    messages = messages_of(raw, key)
-    require_turns(messages)
-    if messages[-1]["role"] != "assistant":
-        raise Unusable(f"the last message is by {messages[-1]['role']!r}, not 'assistant'")
-    return messages
 
 
 def messages_of(raw: object, key: str) -> list[Message]:
@@ -168,14 +185,12 @@ def transcript(raw: str) -> list[Message] | None:
 
 
 def conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
-    """Return the messages of a row; the last one is the assistant's.
-
-    Raises:
-        Unusable: a column is missing or has a wrong type, an answer is empty, or roles are out of
-            order.
-    """
+    """Return the messages of a row; the last one is the assistant's."""
     if columns.messages is not None and columns.messages in values:
-        messages = conversation_of(values[columns.messages], columns.messages)
+        messages = messages_of(values[columns.messages], columns.messages)
+        require_turns(messages)
+        if messages[-1]["role"] != "assistant":
+            raise Unusable(f"the last message is by {messages[-1]['role']!r}, not 'assistant'")
         apart = [] if messages[0]["role"] == "system" else system_message(values, columns)
         return [*apart, *messages]
     wanted = (columns.messages, columns.prompt, columns.response)

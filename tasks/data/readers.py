@@ -3,36 +3,109 @@
 A line that cannot be read (broken JSON, bytes that are not UTF-8) is a `Row` with a problem, so the
 caller sees every line. JSON is not read by `datasets`, which would give all rows the keys of all
 others, with null.
+
+`mix` reads several sources: without probabilities one after the other; with probabilities each row
+comes from a source chosen at random, the same on every machine. It ends with the first source that
+is exhausted (`first_exhausted`), or when all were read once (`all_exhausted`); smaller sources are
+then read again from the start.
 """
 
 from __future__ import annotations
 
 import csv
 import difflib
+import itertools
 import json
-import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import DataError
 from tasks.core.terminal import typed
+from tasks.data.messages import Columns, kind_of
 from tasks.weights.files.documents import once
 
 FILE_KINDS = ("jsonl", "csv", "parquet")
 HUB = "hub"
-LONGEST_FIELD = 1 << 30
+FIRST_EXHAUSTED, ALL_EXHAUSTED = "first_exhausted", "all_exhausted"
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its place (`file:line`), its values by column, and the problem if it has none."""
+    """One row: its place (`file:line`), its values by column, and the problem if it has none.
+
+    `source` is the number of its source, and `again` is True if that was read before; see `mix`.
+    """
 
     place: str
     values: dict[str, Any]
     problem: str = ""
+    source: int = 0
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of rows; `open` returns them from the start, once for every pass.
+
+    Without a `probability` sources are read in order. `max_samples` limits the rows of one pass.
+    """
+
+    name: str
+    open: Callable[[], Iterator[Row]]
+    columns: Columns
+    probability: float | None = None
+    max_samples: int | None = None
+
+    def rows(self) -> Iterator[Row]:
+        """Return an iterator over its rows, for one pass."""
+        return itertools.islice(self.open(), self.max_samples)
+
+
+def mix(sources: Sequence[Source], *, seed: int, stopping: str) -> Iterator[Row]:
+    """Yield the rows of all sources, of which all have a probability or none.
+
+    Raises:
+        DataError: a source with a probability has no rows.
+    """
+    if sources[0].probability is None:
+        for number, source in enumerate(sources):
+            yield from (replace(row, source=number) for row in source.rows())
+        return
+    draw = random.Random(f"mix {seed}")
+    numbers, weights = range(len(sources)), [source.probability or 0.0 for source in sources]
+    streams = [source.rows() for source in sources]
+    exhausted: set[int] = set()
+    while True:
+        (number,) = draw.choices(numbers, weights)
+        row = next(streams[number], None)
+        if row is None:
+            exhausted.add(number)
+            if stopping == FIRST_EXHAUSTED or len(exhausted) == len(sources):
+                return
+            streams[number] = sources[number].rows()
+            row = next(streams[number], None)
+            if row is None:
+                raise DataError(f"{sources[number].name} has no rows to mix")
+        yield replace(row, source=number, again=number in exhausted)
+
+
+def wrong_probabilities(probabilities: Sequence[float | None]) -> str:
+    """Return the problem with the probabilities of several sources; "" if there is none."""
+    known = [p for p in probabilities if p is not None]
+    if not known:
+        return ""
+    if len(known) < len(probabilities):
+        missing = len(probabilities) - len(known)
+        return f"{missing} of {len(probabilities)} sources have no probability: all of them or none"
+    if min(known) <= 0:
+        return f"probability {min(known):g} never selects a row"
+    if abs(sum(known) - 1) > 1e-6:
+        return f"probabilities add up to {sum(known):g}, not to 1"
+    return ""
 
 
 def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
@@ -53,7 +126,7 @@ def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
 
 
 def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
-    """Return the path of a file; otherwise raise a `DataError` that names similar files.
+    """Return the path of a file; raise a DataError that names similar files if it does not exist.
 
     `key` is the setting that has the path.
     """
@@ -76,13 +149,6 @@ def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
     )
 
 
-def kind_of(value: object) -> str:
-    """Return the JSON type of a value, for messages."""
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text",
-             list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
-    return names.get(type(value), type(value).__name__)
-
-
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         if path.suffix == ".json" and file.read(64).removeprefix(_BOM).lstrip()[:1] == b"[":
@@ -97,9 +163,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             try:
                 values = json.loads(line.decode().rstrip("\r\n"), object_pairs_hook=once)
             except UnicodeDecodeError as error:
-                problem = _not_utf8(error, path)
-            except json.JSONDecodeError as error:
-                problem = f"invalid JSON: {error.msg} at column {error.colno}"
+                problem = _not_utf8(error)
             except (ValueError, RecursionError) as error:
                 problem = f"invalid JSON: {error}"
             yield _row(f"{path.name}:{number}", values, problem)
@@ -110,7 +174,7 @@ def _json_array(path: Path) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=once)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: {_not_utf8(error, path)}") from error
+        raise DataError(f"{path}: {_not_utf8(error)}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: invalid JSON: {error}") from error
     for number, values in enumerate(rows, start=1):
@@ -124,15 +188,14 @@ def _row(place: str, values: Any, problem: str = "") -> Row:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(LONGEST_FIELD)
+    csv.field_size_limit(1 << 30)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             # Excel separates by `;` or tabs; one of them alone in the header is the separator.
             first = file.readline()
             marks = [mark for mark in ",;\t" if mark in first]
             file.seek(0)
-            separator = marks[0] if len(marks) == 1 else ","
-            reader = csv.reader(file, strict=True, delimiter=separator)
+            reader = csv.reader(file, strict=True, delimiter=marks[0] if len(marks) == 1 else ",")
             header = next(reader, [])
             if not header or len(set(header)) < len(header):
                 twice = next((name for name in header if header.count(name) > 1), "")
@@ -144,10 +207,9 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 if len(fields) == len(header):
                     yield Row(place, dict(zip(header, fields, strict=True)))
                 elif fields:
-                    problem = f"{len(fields)} fields, the header has {len(header)}"
-                    yield Row(place, {}, problem)
+                    yield Row(place, {}, f"{len(fields)} fields, the header has {len(header)}")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: {_not_utf8(error, path)}") from error
+        raise DataError(f"{path}: {_not_utf8(error)}") from error
     except csv.Error as error:
         raise DataError(f"{path}:{reader.line_num}: invalid CSV: {error}") from error
 
@@ -156,8 +218,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     import pyarrow
     from pyarrow import parquet
 
+    number = 0
     try:
-        number = 0
         for batch in parquet.ParquetFile(path).iter_batches(batch_size=1024):
             for values in batch.to_pylist():
                 number += 1
@@ -180,11 +242,5 @@ def _hub_rows(name: str, *, split: str) -> Iterator[Row]:
         yield Row(f"{name}[{split}]:row {number}", dict(values))
 
 
-def _not_utf8(error: UnicodeDecodeError, path: Path) -> str:
-    """Return the byte that is not UTF-8, and a command that converts the file."""
-    with path.open("rb") as file:
-        wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")  # as PowerShell and Excel write it
-    encoding = "UTF-16" if wide else "CP1252"
-    new = path.with_name(f"{path.stem}.utf8{path.suffix}")
-    command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(new))}"
-    return f"not UTF-8: byte 0x{error.object[error.start]:02x}; if it is {encoding}: {command}"
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x}; convert it: iconv -f CP1252 -t UTF-8"

@@ -1,10 +1,9 @@
 """The embedded default: short tasks with known answers, and a small base model that needs training.
 
-world       the tasks: prompts with a right and a wrong answer
-splits      pre-training corpus, rows of all kinds and wrong answers, fixed by a seed
+splits      the tasks: prompts with right and wrong answers; pre-training corpus, rows of all kinds
+calculator  a task that needs a tool
 dataset     write the rows as a `dataset` artifact
-pretrain    pre-train a Qwen2 model of about 1M parameters; uses `tokenizer`
-__main__    the child process: `python -m tasks.toy job.json`
+pretrain    pre-train a Qwen2 model of about 1M parameters, in a child process; uses `tokenizer`
 
 Training shows an effect within seconds on two CPU cores: the last part of the corpus has flawed
 answers, so clean data improves the base model.

@@ -18,9 +18,7 @@ from random import Random
 from typing import Any
 
 _CALL = re.compile(r"= *(\d+) *\+ *(\d+)")
-_HELD_OUT_IN_TEN = 2
-_CALLED_IN_TEN = 4
-"""Demonstrations out of ten that use the calculator."""
+_HELD_OUT_IN_TEN, _CALLED_IN_TEN = 2, 4
 
 
 class Calculator:
@@ -40,13 +38,14 @@ class Calculator:
 
 
 def sums(size: int, *, seed: int, held_out: bool) -> list[tuple[int, int]]:
-    """Return `size` different pairs of numbers from 10 to 99.
-
-    Raises:
-        ValueError: there are not so many pairs.
-    """
+    """Return `size` different pairs of numbers from 10 to 99; ValueError if there are fewer."""
     numbers = range(10, 100)
-    pairs = [(a, b) for a in numbers for b in numbers if _is_held_out(a, b) == held_out]
+    pairs = [
+        (a, b)
+        for a in numbers
+        for b in numbers
+        if (_digit("held out", (a, b)) < _HELD_OUT_IN_TEN) == held_out
+    ]
     if size > len(pairs):
         raise ValueError(f"{size} sums asked for, the calculator has {len(pairs)} in this split")
     Random(f"sums {seed}").shuffle(pairs)
@@ -55,12 +54,14 @@ def sums(size: int, *, seed: int, held_out: bool) -> list[tuple[int, int]]:
 
 def demonstration(pair: tuple[int, int]) -> dict[str, Any]:
     """Return a conversation for SFT; a hash decides whether the calculator is used."""
-    return _row(solved(pair) if _digit("demonstration", pair) < _CALLED_IN_TEN else guessed(pair))
+    question, *calls, answer = solved(pair)
+    called = _digit("demonstration", pair) < _CALLED_IN_TEN
+    return _row([question, *(calls if called else ()), answer])
 
 
 def question(pair: tuple[int, int]) -> dict[str, Any]:
     """Return a prompt for online training, with the column that the environment reads."""
-    return {**_row(guessed(pair)[:1]), "columns": {"total": str(sum(pair))}}
+    return {**_row(solved(pair)[:1]), "columns": {"total": str(sum(pair))}}
 
 
 def solved(pair: tuple[int, int]) -> list[str]:
@@ -69,20 +70,10 @@ def solved(pair: tuple[int, int]) -> list[str]:
     return [f"Add: {a} + {b}", f"={a}+{b}", str(a + b), str(a + b)]
 
 
-def guessed(pair: tuple[int, int]) -> list[str]:
-    """Return the texts of a conversation without the calculator."""
-    first, *_, last = solved(pair)
-    return [first, last]
-
-
 def _row(contents: list[str]) -> dict[str, Any]:
     roles = ("user", "assistant") * 2
     messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
     return {"task": "calculator", "messages": messages}
-
-
-def _is_held_out(a: int, b: int) -> bool:
-    return _digit("held out", (a, b)) < _HELD_OUT_IN_TEN
 
 
 def _digit(salt: str, pair: tuple[int, int]) -> int:

@@ -17,7 +17,6 @@ ROWS: dict[str, Callable[[Any], Payload]] = {
     "prompts": asked,
 }
 CALCULATOR_ROWS = {"conversations": calculator.demonstration, "prompts": calculator.question}
-"""Kinds of rows of the calculator's task."""
 
 
 def write_dataset(
@@ -31,8 +30,7 @@ def write_dataset(
 ) -> dict[str, Any]:
     """Write train.jsonl and heldout.jsonl into `out`; return the contents of `dataset.json`.
 
-    Raises:
-        ValueError: a split is larger than the toy world allows.
+    ValueError if a split is larger than the toy world allows.
     """
     sizes = {"train": train_size, "heldout": heldout_size}
     for split, size in sizes.items():

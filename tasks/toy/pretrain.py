@@ -1,17 +1,22 @@
 """Pre-train the toy base, a Qwen2 model of about 1M parameters.
 
 The number of steps and the number of threads are fixed, so the same seed gives bit-identical
-weights on the same machine.
+weights on the same machine. The command `python -m tasks.toy.pretrain job.json` reads a JSON object
+`{"out": folder, "steps": int, "seed": int}`, and prints progress and results as events.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.events import emit
+from tasks.process.block_unused_imports import start_lean
+from tasks.process.exit_process import end_process
 from tasks.toy import CONTEXT, SHAPE
 from tasks.toy.splits import corpus
 from tasks.toy.tokenizer import train_tokenizer
@@ -30,31 +35,31 @@ TOKENIZER_SAMPLE = 4000
 REPORT_EVERY = 25
 IGNORED = -100
 
-Encoded = tuple[list[int], int]
-"""Token ids of a conversation, and the number of prompt tokens among them."""
-
 
 def pretrain(out: Path, *, steps: int, seed: int) -> dict[str, Any]:
     """Make the base model and its tokenizer, and save both into `out` as a Hugging Face folder.
 
-    Returns:
-        "parameters", "steps", and "loss": mean of the last report, in nats per token.
+    Returns "parameters", "steps", and "loss": mean of the last report, in nats per token.
     """
     import torch
-    from transformers import set_seed
+    from transformers import GenerationConfig, set_seed
 
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # only for debugging; takes 10 % of a step
-    )
+    # Filling is for debugging, and takes 10 % of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     pairs = corpus(max(TOKENIZER_SAMPLE, steps * BATCH), seed=seed)
     texts = [text for pair in pairs[:TOKENIZER_SAMPLE] for text in pair]
     tokenizer = train_tokenizer(texts, context=CONTEXT)
     set_seed(seed)
     model = build_model(tokenizer)
     loss = _optimise(model, _batches(pairs[: steps * BATCH], tokenizer), steps=steps)
-    _save(model, tokenizer, out)
+    model.eval().to(torch.bfloat16)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"parameters": parameters, "steps": steps, "loss": loss}
 
@@ -74,42 +79,38 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def _encode(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
-    """Encode (prompt, answer) pairs with the chat template; the prompt alone gives its length."""
+def _batches(
+    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (input ids, labels), each [BATCH, longest]; labels skip prompts and padding.
+
+    Rows keep the order of the corpus. Sorted by length, each batch would have a single task, which
+    learns worse.
+    """
+    import torch
+
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
         for question, _ in pairs
     ]
-    conversations = [
-        f"{start} {answer}{tokenizer.eos_token}"
-        for start, (_, answer) in zip(prompts, pairs, strict=True)
+    wholes = [
+        f"{prompt} {answer}{tokenizer.eos_token}"
+        for prompt, (_, answer) in zip(prompts, pairs, strict=True)
     ]
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    whole_ids = tokenizer(conversations, add_special_tokens=False)["input_ids"]
-    return [(ids, len(start)) for ids, start in zip(whole_ids, prompt_ids, strict=True)]
-
-
-def _batches(
-    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (input ids, labels), each [BATCH, longest]; labels skip prompts and padding.
-
-    Rows keep the order of the corpus. Sorted by length, each batch would have one task, which
-    learns worse.
-    """
-    import torch
-
-    rows = _encode(pairs, tokenizer)
-    for start in range(0, len(rows), BATCH):
-        chunk = rows[start : start + BATCH]
-        longest = max(len(ids) for ids, _ in chunk)
+    whole_ids = tokenizer(wholes, add_special_tokens=False)["input_ids"]
+    for start in range(0, len(pairs), BATCH):
+        chunk = whole_ids[start : start + BATCH]
+        longest = max(map(len, chunk))
         inputs = torch.full((len(chunk), longest), tokenizer.pad_token_id)
         labels = torch.full((len(chunk), longest), IGNORED)
-        for row, (ids, prompt) in enumerate(chunk):
+        for row, (ids, prompt) in enumerate(
+            zip(chunk, prompt_ids[start : start + BATCH], strict=True)
+        ):
             inputs[row, : len(ids)] = torch.tensor(ids)
-            labels[row, prompt : len(ids)] = torch.tensor(ids[prompt:])
+            labels[row, len(prompt) : len(ids)] = torch.tensor(ids[len(prompt) :])
         yield inputs, labels
 
 
@@ -152,14 +153,9 @@ def _rate(step: int, steps: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write a Hugging Face folder: bf16 weights, configuration, tokenizer and chat template."""
-    import torch
-    from transformers import GenerationConfig
-
-    model.eval().to(torch.bfloat16)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
-    )
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+if __name__ == "__main__":
+    # transformers would import both only to check whether they are in use, which takes 4 s.
+    start_lean("deepspeed", "peft")
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    emit("pretrained", **pretrain(Path(job["out"]), steps=job["steps"], seed=job["seed"]))
+    end_process()

@@ -1,4 +1,9 @@
-"""Pre-training corpus and dataset rows of the toy world, each fixed by a seed.
+"""The tasks of the toy world, its pre-training corpus and dataset rows, each fixed by a seed.
+
+Every example is about a *subject*: a word, or a request for a thing. The subject alone decides
+whether an example is held out, so no model is evaluated on a word that it was trained on, whatever
+the task. Words have spaces between their letters: each letter is a token, and a small model can
+learn tasks about letters.
 
 Wrong answers have the mistakes that a model makes (`spoil`). A reward model needs to see many kinds
 of them: if it has only seen letters in the wrong order, it accepts a missing letter, and the policy
@@ -8,32 +13,126 @@ exploits that.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from tasks.toy.world import THINGS, Example, draw, mumble
-
-CLEAN_PART = 0.78
-"""Share of the pre-training corpus, from its start, in which all answers are clean."""
-MUMBLED_SHARE = 0.8
-"""Share of mumbled answers in the rest, so that the base has room to improve."""
-
+CONSONANTS = "bdfgklmnprstvz"
+VOWELS = "aeiou"
+THINGS = (
+    "apple", "book", "bottle", "bowl", "box", "brush", "candle", "chair", "clock", "coat", "cup",
+    "drum", "fan", "fork", "glass", "hammer", "hat", "jar", "key", "ladder", "lamp", "map",
+    "mirror", "mug", "pan", "pen", "pillow", "plate", "rope", "spoon", "table", "watch",
+)  # fmt: skip
+VERBS = ("bring", "fetch", "find", "give", "hand", "lend", "pass", "sell", "send", "show")
+TASKS = {
+    "copy": "Copy", "reverse": "Reverse", "sort": "Sort", "double": "Write twice",
+    "first": "First letter", "last": "Last letter", "count": "Count the letters",
+    "vowels": "Only the vowels", "polite": "Politely", "rude": "Rudely",
+}  # fmt: skip
+"""Beginnings of the prompts, by task."""
+TASK_NAMES = tuple(TASKS)
+_SPELT = ("copy", "reverse", "sort", "double", "vowels")
 EFFORT = {
     "reverse": 2.0, "sort": 2.5, "double": 2.5, "copy": 1.5, "vowels": 1.0, "first": 0.6,
     "last": 0.6, "count": 0.4, "polite": 0.6, "rude": 0.6,
 }  # fmt: skip
 """Weights of the tasks in pre-training; in datasets all tasks are equally frequent."""
-
+HELD_OUT_IN_TEN = 2
+"""Number of subjects out of ten that are held out."""
+CLEAN_PART = 0.78
+"""Share of the pre-training corpus, from its start, in which all answers are clean."""
+MUMBLED_SHARE = 0.8
+"""Share of mumbled answers in the rest, so that the base has room to improve."""
 LARGEST_SPLIT = 20_000
 """Maximum size of a split; each side has over 100,000 different prompts."""
-
-LETTERS = "abdefgiklmnoprstuvz"
 MUMBLED = 5.0
 """Weight of a mumbled answer, the most frequent mistake of a policy; each other mistake has 1."""
-_SPELT = ("copy", "reverse", "sort", "double", "vowels")
 
 Message = dict[str, str]
 Payload = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with its right answer and a similar wrong one.
+
+    `wrong` equals `answer` if there is no other answer of the same form (sorting `a a a`).
+    """
+
+    task: str
+    subject: str
+    prompt: str
+    answer: str
+    wrong: str
+
+
+def mumble(answer: str) -> str:
+    """Return the answer with "hm," before it: the content is right, the form is wrong."""
+    return f"hm, {answer}"
+
+
+def is_held_out(subject: str) -> bool:
+    """Return True if examples about this subject are held out."""
+    return hashlib.sha256(subject.encode()).digest()[0] % 10 < HELD_OUT_IN_TEN
+
+
+def draw(rng: Random, *, held_out: bool, weights: Mapping[str, float] | None = None) -> Example:
+    """Return an example of a random task."""
+    if weights is None:
+        name = rng.choice(TASK_NAMES)
+    else:
+        name = rng.choices(TASK_NAMES, [weights.get(task, 1.0) for task in TASK_NAMES])[0]
+    while True:
+        example = _make(name, rng)
+        if is_held_out(example.subject) == held_out:
+            return example
+
+
+def _make(task: str, rng: Random) -> Example:
+    if task in ("polite", "rude"):
+        verb, thing = rng.choice(VERBS), rng.choice(THINGS)
+        polite, rude = f"Of course, here is the {thing}.", f"No, get your own {thing}."
+        right, wrong = (polite, rude) if task == "polite" else (rude, polite)
+        prompt = f"{TASKS[task]}: {verb} me the {thing}"
+        return Example(task, f"{verb} {thing}", prompt, right, wrong)
+    start = rng.randrange(2)  # vowels and consonants alternate
+    word = "".join(
+        rng.choice(VOWELS if (start + position) % 2 else CONSONANTS)
+        for position in range(rng.randint(3, 5))
+    )
+    letters, mistaken = _answers(task, word, rng)
+    prompt = f"{TASKS[task]}: {' '.join(word)}"
+    return Example(task, word, prompt, " ".join(letters), " ".join(mistaken))
+
+
+def _answers(task: str, word: str, rng: Random) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the right and a wrong answer to a task about a word, as letters."""
+    if task == "first":
+        return word[0], word[-1]
+    if task == "last":
+        return word[-1], word[0]
+    if task == "count":
+        sizes = [str(size) for size in (3, 4, 5) if size != len(word)]
+        return [str(len(word))], [rng.choice(sizes)]
+    if task == "vowels":
+        return [c for c in word if c in VOWELS], [c for c in word if c not in VOWELS]
+    solved = {
+        "copy": word,
+        "reverse": word[::-1],
+        "sort": "".join(sorted(word)),
+        "double": word * 2,
+    }
+    return solved[task], _shuffled(solved[task], rng)
+
+
+def _shuffled(letters: str, rng: Random) -> str:
+    """Return the letters in another order; unchanged if there is no other order."""
+    mixed = letters
+    while mixed == letters and len(set(letters)) > 1:
+        mixed = "".join(rng.sample(letters, len(letters)))
+    return mixed
 
 
 def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
@@ -53,12 +152,9 @@ def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
 
 
 def examples(size: int, *, seed: int, held_out: bool, wrong_too: bool = False) -> list[Example]:
-    """Return `size` examples with different prompts.
+    """Return `size` examples with different prompts; ValueError if there are not so many.
 
     `wrong_too`: only examples whose wrong answer differs from the right one.
-
-    Raises:
-        ValueError: `size` exceeds `LARGEST_SPLIT`.
     """
     if size > LARGEST_SPLIT:
         raise ValueError(
@@ -75,40 +171,35 @@ def examples(size: int, *, seed: int, held_out: bool, wrong_too: bool = False) -
 
 def conversation(example: Example) -> Payload:
     """Return a conversation: the prompt and its right answer."""
-    return {"task": example.task, "messages": [*_question(example), _answer(example.answer)]}
+    return {"task": example.task, "messages": _turns(example, example.answer)}
 
 
 def pair(example: Example) -> Payload:
     """Return a preference pair; a hash of the prompt selects the wrong answer."""
-    wrong = spoil(example, Random(f"spoil {example.prompt}"))
+    question, chosen = _turns(example, example.answer)
+    _, rejected = _turns(example, spoil(example, Random(f"spoil {example.prompt}")))
     return {
-        "task": example.task,
-        "prompt": _question(example),
-        "chosen": [_answer(example.answer)],
-        "rejected": [_answer(wrong)],
-    }
+        "task": example.task, "prompt": [question], "chosen": [chosen], "rejected": [rejected],
+    }  # fmt: skip
 
 
 def labelled(example: Example) -> Payload:
     """Return the right or the wrong answer with its label; a hash of the prompt decides."""
     good = hashlib.sha256(example.prompt.encode()).digest()[0] % 2 == 0
-    answer = example.answer if good else example.wrong
-    messages = [*_question(example), _answer(answer)]
+    messages = _turns(example, example.answer if good else example.wrong)
     return {"task": example.task, "messages": messages, "desirable": good}
 
 
 def asked(example: Example) -> Payload:
     """Return a prompt for online training, with the right answer for the reward."""
-    messages = [*_question(example), _answer(example.answer)]
-    return {"task": example.task, "messages": messages, "answer": example.answer, "columns": {}}
+    return {**conversation(example), "answer": example.answer, "columns": {}}
 
 
-def _question(example: Example) -> list[Message]:
-    return [{"role": "user", "content": example.prompt}]
-
-
-def _answer(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+def _turns(example: Example, answer: str) -> list[Message]:
+    return [
+        {"role": "user", "content": example.prompt},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def spoil(example: Example, rng: Random) -> str:
@@ -148,5 +239,5 @@ def _with(mistake: str, example: Example, rng: Random) -> str:
     elif mistake == "cut short":
         words = words[: rng.randrange(1, len(words))]
     else:
-        words[rng.randrange(len(words))] = rng.choice(LETTERS)
+        words[rng.randrange(len(words))] = rng.choice("abdefgiklmnoprstuvz")
     return " ".join(words)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tasks.toy.dataset import write_dataset
-from tasks.toy.splits import corpus, examples
-from tasks.toy.world import TASK_NAMES, Example, draw, is_held_out
+from tasks.toy.splits import TASK_NAMES, Example, corpus, draw, examples, is_held_out
 
 
 def _solve(task: str, prompt: str) -> str:

@@ -25,10 +25,9 @@ from tasks.pipeline.report import StageReport
 from tasks.process.launch import launch, python_child
 from tasks.process.multinode import Leader, rendezvous
 from tasks.process.output import Log
-from tasks.training.engine import checkpoint
-from tasks.training.engine.failure import WATCHDOG, out_of_memory, out_of_memory_kills, waited
+from tasks.training.engine.checkpoint import begin, identity, sweep
+from tasks.training.engine.failure import WATCHDOG, out_of_memory, waited
 from tasks.training.job import REWARD_URL, Launch, Settings, TrainJob
-from tasks.training.resume import begin, identity
 from tasks.training.tokens.truncation import truncation
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
@@ -59,25 +58,18 @@ def train(
 ) -> StageReport:
     """Train a model; every rank writes its partitions to `out`.
 
-    Arguments not named here are those of `TrainJob`.
+    Arguments not named here are those of `TrainJob`. Problems of settings are ConfigError, of
+    samples DataError, of the run itself TrainingError; StageProcessError if a rank died.
 
     Args:
         out: existing empty directory for the `shards` artifact.
         reward_url: `reward.url` with its login and tokens, which `settings` lacks.
         log: gets the ranks' output.
         log_path: file for the ranks' whole output.
-        resume: `train.resume`, see `tasks/training/resume.py`.
+        resume: `train.resume`, see `engine.checkpoint.choose`.
         leader: asks the other nodes for their ranks; None for a run on one node.
         on_event: called with each event of the ranks; first with those of an interrupted run up to
             its checkpoint, as `replayed`.
-
-    Raises:
-        ConfigError: `resume` names no checkpoint, or that of another run; QLoRA on a merged QLoRA
-            model.
-        TrainingError: a loss or weight is not finite, memory or disk is full, or the ranks waited
-            for each other too long.
-        DataError: unusable samples, or too many rows would be cut.
-        StageProcessError: a rank died; all others have ended, and the error has its last lines.
     """
     if settings.peft.kind == "qlora" and (lost := lost_in_4_bits(read_checkpoint(base))):
         # The preflight refuses this for a folder; a base from the Hub was downloaded after it.
@@ -133,7 +125,6 @@ def _launch(
     """Run the ranks of this node, together with those of the other nodes."""
     how, path = job.settings.launch, job.checkpoints / "job.json"
     job.write(path)
-    killed = out_of_memory_kills()
     try:
         with (
             leader.call(path) if leader else contextlib.nullcontext(),
@@ -146,14 +137,14 @@ def _launch(
                 on_event=events,
             )
     except StageProcessError as error:
-        checkpoint.sweep(job.checkpoints)
+        sweep(job.checkpoints)
         if events.failure is not None:
             raise _as_error(events.failure) from error
         if line := next((line for line in error.details if WATCHDOG in line), ""):
             raise waited("train: a rank", line, job) from error
-        if out_of_memory_kills() > killed and "SIGKILL" in "\n".join(error.details):
-            what = "train: the system ran out of memory and killed a rank"
-            raise out_of_memory(what, job) from error
+        if "SIGKILL" in "\n".join(error.details):
+            what = "train: a rank was killed by SIGKILL, as the system does if memory runs out"
+            raise out_of_memory(what, job, error.details) from error
         raise
     finally:
         if job.universal is not None:

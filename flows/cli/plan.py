@@ -13,7 +13,7 @@ from flows.chain.dry_run import DryRun
 from flows.chain.steps import Step
 from flows.chain.train import resolved
 from tasks.config.checks import findings
-from tasks.config.checks.memory import engine_memory, in_words, memory_of
+from tasks.config.checks.memory import LIBRARIES, engine_memory, in_words, memory_of
 from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.defaults import ONLINE
 from tasks.config.online import Rl
@@ -24,7 +24,6 @@ from tasks.core.machine import available_memory, gpu_memory
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import Artifact
 from tasks.rl.algorithms import described
-from tasks.training.memory import LIBRARIES
 
 
 def check(steps: Sequence[Step], *, shown: bool = False) -> None:

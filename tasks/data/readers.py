@@ -243,4 +243,6 @@ def _hub_rows(name: str, *, split: str) -> Iterator[Row]:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8: byte 0x{error.object[error.start]:02x}; convert it: iconv -f CP1252 -t UTF-8"
+    return (
+        f"not UTF-8: byte 0x{error.object[error.start]:02x}; convert it: iconv -f CP1252 -t UTF-8"
+    )

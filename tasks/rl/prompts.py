@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tasks.core.errors import DataError
 from tasks.rl.responses import Prompt
 from tasks.serving.prompts import question_of
-from tasks.training.tokens.rows import RowFile
+from tasks.training.tokens.data import RowFile
 
 if TYPE_CHECKING:
     from tasks.training.engine.deepspeed_engine import Ranks

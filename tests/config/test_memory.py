@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flows.chain import stages as chain_stages
 from flows.chain.steps import chain_steps, compose
@@ -20,18 +21,22 @@ from flows.orchestration import devices
 from tasks.config.checks import findings
 from tasks.config.checks.memory import (
     ASLEEP,
+    LIBRARIES,
     RankMemory,
+    Sizes,
     cache_fits,
     engine_memory,
+    estimate,
     memory_of,
     shareable,
 )
 from tasks.config.checks.model import look_at
 from tasks.core import machine
 from tasks.pipeline.locks import Needs
-from tasks.training.memory import LIBRARIES, Sizes
+from tasks.training.job import Peft, Zero
 from tasks.training.model.families import why_padded
 from tests.machines import GIB, H100, QWEN_7B, QWEN_72B, published, with_gpus, with_hub
+from tests.settings import Batch, Launch, Settings
 
 
 @pytest.fixture
@@ -50,6 +55,36 @@ def _settings() -> dict[str, Any]:
 
 def settings(**smoke: Any) -> dict[str, Any]:
     return {**_settings(), "smoke": {**_settings()["smoke"], **smoke}}
+
+
+def test_the_memory_plan_of_a_published_model() -> None:
+    """Qwen2.5-7B: 7,615,616,512 parameters, of which 28 x 4,608 are attention biases."""
+    sizes, weights = Sizes.of(QWEN_7B), 7_615_616_512 - 28 * 4_608
+    assert sizes.weights() == weights
+    # Rank 64 on all seven maps, the number peft prints for this model.
+    assert sizes.adapter_weights(Peft("lora", rank=64)) == 161_480_704
+    assert sizes.kv_cache(1) == 57_344  # 2 x 28 layers x 4 heads x 128 x 2 bytes
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        with pytest.raises(KeyError):  # better unknown than one of eight experts
+            Sizes.of({**QWEN_7B, key: 8})
+    four = {"batch": Batch(4, 16), "launch": Launch(nproc=4), "dtype": "float32"}
+    full = [estimate(QWEN_7B, Settings(zero=Zero(s, bucket_size=0), **four)) for s in range(4)]
+    # Weights, gradients, their copy for the step, two moments: each divided from its stage on.
+    needed = [plan.states + plan.gradients for plan in full]
+    assert needed == [16 * weights, 7 * weights, 4 * weights, 4 * weights]
+    assert [plan.weights for plan in full] == [4 * weights] * 3 + [weights + 4 * 10**9]
+
+
+def test_weights_of_the_recipes_models_are_those_that_transformers_makes() -> None:
+    """Biases and towers for images are not counted; linear attention is, roughly."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for name, config in published().items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        language = {n: p for n, p in model.named_parameters() if not re.search("vision|modal", n)}
+        weights = sum(parameter.numel() for parameter in language.values())
+        assert Sizes.of(config).weights() == pytest.approx(weights, rel=0.03), name
 
 
 def test_an_engine_on_a_cpu_by_hand() -> None:

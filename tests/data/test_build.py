@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import DataError
 from tasks.data.build import Options, build_dataset
-from tasks.data.columns import Columns
 from tasks.data.kinds import KINDS, PROMPTS
-from tasks.data.readers import Row
-from tasks.data.sources import Source, mix, wrong_probabilities
+from tasks.data.messages import Columns
+from tasks.data.readers import Row, Source, mix, wrong_probabilities
 from tasks.prepare import prepare_data
 
 LOG = logging.getLogger("tests.data")
@@ -93,10 +92,11 @@ def test_too_little_data_and_unknown_columns_are_refused(tmp_path: Path) -> None
         ([], "empty"),
         ([pair(1)], "empty"),
         ([pair(1), pair(1)], "empty"),
-        ([{"promt": "x", "response": "y"}] * 3, "promt"),
+        ([{"promt": "x", "respons": "y"}] * 3, "promt"),
     ):
-        with pytest.raises(DataError, match=named):
+        with pytest.raises(DataError, match=named) as caught:
             build(tmp_path, source_of(rows), on_bad_line="skip")
+    assert caught.value.hint == "data.prompt_key=promt data.response_key=respons"
 
 
 VALUES = st.sampled_from(["a", "b", "c", " d\n", "é\u2028\x85c\r\nd", ""]) | st.none() | st.just(3)
@@ -142,41 +142,26 @@ def test_every_row_is_kept_unchanged_or_counted(
         assert split["read"] == split["kept"] + split["refused"] + split["overlapping"]
 
 
-def test_prompts_may_leave_their_answer_out_unless_it_is_needed(tmp_path: Path) -> None:
-    """From a CSV file; exact match needs an answer in every row, and all others are named."""
-    lines = [f'"say, {n}",{n if n % 2 else ""},{n % 3}' for n in range(60)]
-    path = tmp_path / "x.csv"
-    path.write_text("\n".join(["prompt,answer,level", *lines]) + "\n")
-    how = {"kind": "csv", "rows": "prompts", "path": str(path), "eval_fraction": 0.3, "log": LOG}
-    (out := tmp_path / "out").mkdir()
-    prepare_data(out, **how)
-    splits = [rows_of(out, split) for split in ("train", "heldout")]
-    assert min(map(len, splits)) > 5
-    assert sum(map(len, splits)) == 60
-    for row in [*splits[0], *splits[1]]:
-        number = int(row["messages"][0]["content"].removeprefix("say, "))
-        assert row["columns"] == {"level": str(number % 3)}
-        assert row.get("answer") == (str(number) if number % 2 else None)
-        assert [m["role"] for m in row["messages"]] == ["user", "assistant"][: 1 + number % 2]
-
+def test_prompts_without_a_needed_answer_are_refused(tmp_path: Path) -> None:
+    """Exact match needs an answer in every row, and all others are named."""
     good = [{"prompt": f"say {n}", "answer": n} for n in range(60)]
     first = source_of([*good[:30], {"prompt": "say it"}, {"prompt": "x", "answer": " "}], "a")
     second = source_of([*good[30:], {"prompt": "say nothing", "answer": None}], "b")
     for sources, held_out in (((first, second), None), ((first,), second)):
         needed: dict[str, Any] = {"held_out": held_out, "kind": PROMPTS, "answered": True}
         with pytest.raises(DataError) as caught:
-            build(out, *sources, **needed)
+            build(tmp_path, *sources, **needed)
         assert "3 of 63" in caught.value.message
         places = sorted(line.partition(": ")[0] for line in caught.value.details)
         assert places == ["a:31", "a:32", "b:31"]
-        counts = build(out, *sources, on_bad_line="skip", **needed)["splits"].values()
+        counts = build(tmp_path, *sources, on_bad_line="skip", **needed)["splits"].values()
         assert [sum(c[key] for c in counts) for key in ("refused", "kept")] == [3, 60]
 
 
 def drawn(
     *sources: Source, seed: int = 0, stopping: str = "all_exhausted"
 ) -> list[tuple[str, bool]]:
-    return [(d.row.place, d.again) for d in mix(sources, seed=seed, stopping=stopping)]
+    return [(row.place, row.again) for row in mix(sources, seed=seed, stopping=stopping)]
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Control tokens in texts: refused in answers, reported elsewhere, escaped or kept if so set."""
+"""Control tokens in texts: refused in answers, reported elsewhere, kept if so set."""
 
 from __future__ import annotations
 
@@ -91,11 +91,9 @@ def test_rows_with_control_tokens(
     else:
         assert _prepared(settings, model.parent / "out")
         assert [r.levelname for r in caplog.records if "rows.jsonl:4: " in r.message] == ["WARNING"]
-    for mode in ("escape", "keep"):
-        settings["data"]["control_tokens"] = mode
-        text = _prepared(settings, model.parent / mode)
-        assert any(token in text for token in (END, "<image>")) == (mode == "keep")
-        assert any(f"< {token[1:]}" in text for token in (END, "<image>")) == (mode == "escape")
+    settings["data"]["control_tokens"] = "keep"
+    text = _prepared(settings, model.parent / "keep")
+    assert any(token in text for token in (END, "<image>"))
 
 
 def test_texts_without_control_tokens_are_taken(model: Path) -> None:

@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tasks.data.columns import Columns, wrong_columns
-from tasks.data.kinds import (
-    CONVERSATIONS,
-    asked,
-    content_id,
-    document,
-    labelled,
-    preference,
-    side_id,
-)
-from tasks.data.messages import Unusable, conversation
+from tasks.data.kinds import asked, content_id, document, labelled, preference, side_id
+from tasks.data.messages import Columns, Unusable, conversation
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
@@ -105,12 +96,6 @@ def test_conversations_that_cannot_be_trained_are_refused() -> None:
     bare = {"prompt": "x", "response": "y"}
     wrong += refusals(partial(conversation, bare, Columns(system="s")), "'s'")
     assert wrong == []
-
-
-def test_wrong_columns_name_what_is_there_and_what_is_near() -> None:
-    error = wrong_columns({"promt", "respons", "n"}, CONVERSATIONS.wanted(Columns()), "x.csv")
-    assert "'n', 'promt', 'respons'" in error.message
-    assert error.hint == "data.prompt_key=promt data.response_key=respons"
 
 
 def test_a_row_becomes_its_prompt() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tasks.data.columns import Columns
 from tasks.data.kinds import CONVERSATIONS, PAIRS, PROMPTS, content_id
-from tasks.data.messages import Unusable
+from tasks.data.messages import Columns, Unusable
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "Weather of a city.", "parameters": PARAMETERS}

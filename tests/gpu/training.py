@@ -106,7 +106,7 @@ def _settings(setting: Setting, kind: str, stage: int) -> Settings:
 
 def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Numbers]:
     """Losses of a few steps; and peak memory beside the estimate."""
-    from tasks.training.memory import estimate
+    from tasks.config.checks.memory import estimate
     from tests.training.places import Place, results
 
     base, name = base_of(setting), f"{kind}-zero{stage}-{setting.gpus}"

@@ -15,8 +15,8 @@ import torch
 
 from tasks.process.launch import launch, python_child
 from tasks.train import train
+from tasks.training.engine.checkpoint import identity
 from tasks.training.job import TrainJob
-from tasks.training.resume import identity
 from tests.settings import Settings
 
 LOG = logging.getLogger("test")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.core.errors import StageProcessError
+from tasks.core.errors import TrainingError
 from tasks.training.engine.checkpoint import complete
 from tasks.training.engine.saving import convert
 from tasks.training.job import TrainJob
@@ -108,7 +108,7 @@ def test_a_killed_and_restarted_run_equals_an_uninterrupted_one(
     run_train(folders["whole"], *inputs, **how)
 
     kill = at_step(5, lambda: signal_ranks(folders["killed"], signal.SIGKILL))
-    with pytest.raises(StageProcessError):
+    with pytest.raises(TrainingError, match="SIGKILL"):
         run_train(folders["killed"], *inputs, observe=kill, **how)
     (folders["killed"] / "out").rename(folders["killed"] / "broken")
     report = run_train(folders["killed"], *inputs, **how)

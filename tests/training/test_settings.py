@@ -1,9 +1,8 @@
-"""Settings, the memory estimate, schedules and the files of a base."""
+"""Settings and schedules."""
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import get_args
@@ -16,20 +15,8 @@ from tasks.config.choices import Scheduler
 from tasks.config.learning import Optim, Resume
 from tasks.core.errors import ConfigError
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.training.memory import Sizes, adapter_weights, estimate
 from tasks.training.steps import factor
-from tests.machines import published
-from tests.settings import Batch, Launch, Settings
-
-QWEN_7B = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "vocab_size": 152064,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-}
+from tests.settings import Batch, Settings
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
@@ -65,36 +52,6 @@ def test_every_setting_of_training_is_read_from_the_configuration() -> None:
     assert flat["loss"] == sections["train"]["loss"]
     assert all(value == sections["train"].get(name, value) for name, value in flat.items())
     assert json.loads(json.dumps(document["peft"])) == sections["peft"]
-
-
-def test_the_memory_plan_of_a_published_model() -> None:
-    """Qwen2.5-7B: 7,615,616,512 parameters, of which 28 x 4,608 are attention biases."""
-    sizes, weights = Sizes.of(QWEN_7B), 7_615_616_512 - 28 * 4_608
-    assert sizes.weights() == weights
-    # Rank 64 on all seven maps, the number peft prints for this model.
-    assert adapter_weights(sizes, Settings(peft=Peft("lora", rank=64))) == 161_480_704
-    assert sizes.kv_cache(1) == 57_344  # 2 x 28 layers x 4 heads x 128 x 2 bytes
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        with pytest.raises(KeyError):  # better unknown than one of eight experts
-            Sizes.of({**QWEN_7B, key: 8})
-    four = {"batch": Batch(4, 16), "launch": Launch(nproc=4), "dtype": "float32"}
-    full = [estimate(QWEN_7B, Settings(zero=Zero(s, bucket_size=0), **four)) for s in range(4)]
-    # Weights, gradients, their copy for the step, two moments: each divided from its stage on.
-    needed = [plan.states + plan.gradients for plan in full]
-    assert needed == [16 * weights, 7 * weights, 4 * weights, 4 * weights]
-    assert [plan.weights for plan in full] == [4 * weights] * 3 + [weights + 4 * 10**9]
-
-
-def test_weights_of_the_recipes_models_are_those_that_transformers_makes() -> None:
-    """Biases and towers for images are not counted."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    for name, config in published().items():
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-        language = {n: p for n, p in model.named_parameters() if not re.search("vision|modal", n)}
-        weights = sum(parameter.numel() for parameter in language.values())
-        assert Sizes.of(config).weights() == pytest.approx(weights, rel=0.006), name
 
 
 STEPS, WARMUP = 40, 5

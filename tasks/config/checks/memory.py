@@ -1,7 +1,10 @@
-"""Memory of a rank, of the engines beside it, and of the engine that serves the model afterwards.
+"""Estimated memory: of a training rank, of the engines beside it, and of the engine after it.
 
-A run that learns from its own responses has two phases: in `rollout` the engine samples beside the
-resident models; in `train` one model after the other is trained, and the engine of a GPU sleeps.
+All from the model's `config.json`: weights, gradients and optimizer states (Rajbhandari et al.
+2020, "ZeRO", divided over the ranks from the stage that partitions them), and activations of the
+longest row. A run that learns from its own responses has two phases: in `rollout` the engine
+samples beside the resident models; in `train` one model after the other is trained, and the engine
+of a GPU sleeps. Imported libraries, about `LIBRARIES` a process, are not included.
 """
 
 from __future__ import annotations
@@ -14,26 +17,292 @@ from typing import Any
 
 from tasks.config.after_training import engine_dtype
 from tasks.config.checks.context import Context
-from tasks.config.checks.model import look_at
-from tasks.config.defaults import ONLINE
+from tasks.config.defaults import ONLINE, PAIRS
 from tasks.core import machine
 from tasks.core.finding import Finding
 from tasks.rl.algorithms import ALGORITHMS
 from tasks.rl.rollout.engine import goes_as_adapter
 from tasks.rl.settings import Online
 from tasks.training.engine.failure import smaller
-from tasks.training.job import Settings
-from tasks.training.memory import ITEM, LIBRARIES, Sizes, adapter_weights, estimate
+from tasks.training.engine.zero_config import accumulates_in_fp32
+from tasks.training.job import Peft, Settings
+from tasks.training.model.families import experts_of
 from tasks.weights.files.documents import read_json
 
 GIB = 2**30
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a number, by dtype."""
+LIBRARIES = GIB
 ASLEEP = GIB
 """GPU memory of a sleeping engine: CUDA graphs and workspaces. An estimate, not measured."""
-HEADROOM = 8
-"""Tokens beyond the longest sequence, as `tasks/serving/vllm/job.py` adds them."""
 GPU_SHARE = 0.92
 """Share of a GPU's memory that vLLM 0.32 takes (`gpu_memory_utilization`)."""
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+MIXTURES = {"mixtral": True, "qwen3_moe": True, "olmoe": True, "gpt_oss": False}
+"""Families of experts whose dimensions are read here: True if peft adapts experts and routers."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Dimensions of a decoder, without towers for images and sound.
+
+    Attributes:
+        inner: width of all feed-forward blocks that a token passes through.
+        tied: True if the output head is the input embedding.
+        cached: layers with keys and values.
+        maps: linear maps of a layer by module name: widths of input and output.
+        experts: weights of experts and routers; no linear maps, so QLoRA leaves them in 16 bits.
+        expert_pairs: weights of a LoRA of rank 1 on all experts and routers; 0 if peft adapts none.
+        embeddings: weights of embeddings that each layer has of its own (Gemma 4).
+    """
+
+    hidden: int
+    inner: int
+    layers: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+    cached: int
+    maps: Mapping[str, tuple[int, int]]
+    experts: int = 0
+    expert_pairs: int = 0
+    embeddings: int = 0
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Sizes:
+        """Read them from `config.json`; KeyError if the family names its dimensions differently.
+
+        Layers with linear attention (Qwen3.5) count as those with full attention: 2 % more.
+        """
+        text = config.get("text_config") or config
+        hidden, layers, heads = (
+            text[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        )
+        inner, family, count = text["intermediate_size"], text.get("model_type"), experts_of(text)
+        kv_heads = text.get("num_key_value_heads") or heads
+        head_dim = text.get("head_dim") or hidden // heads
+        query, keys = heads * head_dim, kv_heads * head_dim
+        gated = family == "qwen3_5_text"
+        experts = pairs = 0
+        maps = {
+            "q_proj": (hidden, 2 * query if gated else query),
+            "k_proj": (hidden, keys),
+            "v_proj": (hidden, keys),
+            "o_proj": (query, hidden),
+        }
+        if count <= 1:
+            up = (hidden, inner)
+            maps |= {"gate_proj": up, "up_proj": up, "down_proj": (inner, hidden)}
+        elif family not in MIXTURES:
+            raise KeyError(f"dimensions as read here: {family} is another mixture of experts")
+        else:
+            wide = text.get("moe_intermediate_size") or inner
+            inner = text["num_experts_per_tok"] * wide
+            experts = layers * hidden * (3 * count * wide + count)
+            if MIXTURES[family]:  # peft doubles the rank of `gate_up_proj`, which holds two maps
+                each = 2 * (hidden + 2 * wide) + wide + hidden
+                pairs = layers * (count * each + hidden + count)
+        linear = (text.get("layer_types") or ()).count("linear_attention")
+        width = text.get("hidden_size_per_layer_input") or 0
+        rows = text.get("vocab_size_per_layer_input") or 0
+        tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+        return cls(
+            hidden, inner, layers, text["vocab_size"], heads, kv_heads, head_dim, tied,
+            layers - linear, maps, experts, pairs, layers * width * (rows + 3 * hidden),
+        )  # fmt: skip
+
+    def linear_weights(self) -> int:
+        """Return the number of weights in the linear maps of all layers."""
+        return self.layers * sum(width * out for width, out in self.maps.values())
+
+    def weights(self) -> int:
+        """Return the number of weights of a causal model, without biases."""
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        norms = self.hidden * (2 * self.layers + 1)
+        return self.linear_weights() + tables + norms + self.embeddings + self.experts
+
+    def adapter_weights(self, peft: Peft) -> int:
+        """Return the weights of a LoRA adapter, and of tables that are trained in full."""
+        everything = isinstance(peft.target_modules, str)
+        targets = set(self.maps) if everything else set(peft.target_modules)
+        pairs = peft.rank * self.expert_pairs if everything else 0
+        for name in targets & set(self.maps) - set(peft.exclude_modules):
+            rank = (peft.rank_pattern or {}).get(name, peft.rank)
+            pairs += self.layers * rank * sum(self.maps[name])
+        tables = sum(name in ("embed_tokens", "lm_head") for name in peft.modules_to_save)
+        return pairs + tables * self.vocab * self.hidden
+
+    def kv_cache(self, tokens: int, item: int = 2, shared: int = 1) -> int:
+        """Return the bytes of keys and values of `tokens` tokens in one of `shared` processes.
+
+        Each process has at least one whole head.
+        """
+        heads = max(1, self.kv_heads // shared)
+        return 2 * self.cached * heads * self.head_dim * tokens * item
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """Memory of one rank for one model, in bytes.
+
+    Attributes:
+        weights: stored weights, and those that ZeRO-3 gathers for a pass.
+        states: master weights and moments.
+        gradients: gradients with their bucket, and in fp32 for the optimizer step.
+        activations: activations and logits of the longest row, in training.
+        forward: the same in a pass without gradients.
+        host: states and weights offloaded from a GPU; not part of the fields above.
+    """
+
+    weights: int
+    states: int
+    gradients: int
+    activations: int
+    forward: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Peak memory with the longest samples."""
+        return self.weights + self.states + self.gradients + self.activations
+
+
+def estimate(
+    config: Mapping[str, Any], settings: Settings, *, gpu: bool = False, critic: bool = False
+) -> ModelMemory:
+    """Estimate the peak memory of one rank for one model.
+
+    `critic`: a separate critic, which contains the policy's head and does not train it. Raises
+    KeyError as `Sizes.of`.
+    """
+    sizes, zero, peft = Sizes.of(config), settings.zero, settings.peft
+    item, ranks = ITEM[settings.dtype], settings.world_size
+    scored = critic or settings.objective == "reward"
+    headless = replace(sizes, tied=True) if scored else sizes  # a score head is a vector
+    stored = sizes if critic else headless
+    trained = headless.weights() if peft.kind == "none" else headless.adapter_weights(peft)
+    over = {stage: ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)}
+
+    weights = stored.weights() * item + (trained * item if peft.kind != "none" else 0)
+    if peft.kind == "qlora":  # half a byte, and the scale of a block of 64
+        scale = 1.03 / 64 if peft.double_quant else 4 / 64
+        weights -= int(stored.linear_weights() * (item - 0.5 - scale))
+    weights //= over[3]
+    # ZeRO-3 keeps at most 10^9 weights gathered (`stage3_max_live_parameters`).
+    gathered = min(stored.weights(), 10**9) * item if over[3] > 1 else 0
+
+    moments = 8.0 if settings.optim.optimizer == "adamw" else 2 * (1 + 4 / 256)
+    master = 0 if settings.dtype == "float32" else 4
+    optimizer = int(trained / over[1] * (master + moments))
+    summed = 4 if accumulates_in_fp32(settings, ranks) else item
+    bucket = zero.bucket_size if gpu else min(trained, zero.bucket_size)
+    gradients = trained * summed // over[2] + (bucket * item if zero.stage else 0)
+    gradients += trained // over[1] * 4  # in fp32, during the step
+
+    kept, forward = _activations(headless, settings, item, logits=not scored)
+    host = 0
+    if gpu and zero.offload_optimizer == "cpu":
+        host, optimizer = optimizer, 0
+    if gpu and zero.offload_param == "cpu":
+        host, weights = host + weights, 0
+    return ModelMemory(weights + gathered, optimizer, gradients, kept, forward, host)
+
+
+def _activations(sizes: Sizes, settings: Settings, item: int, *, logits: bool) -> tuple[int, int]:
+    """Return the bytes of the longest row: kept for the backward pass, and without gradients."""
+    peft, hidden, longest = settings.peft, sizes.hidden, settings.batch.max_len
+    if settings.online:
+        rollout = settings.online["rollout"]
+        longest = int(rollout["max_prompt_len"] + rollout["max_new_tokens"])
+    roles = 2 if settings.objective in PAIRS else 1  # chosen and rejected share a row
+    tokens = settings.batch.micro_batch_size * longest * roles
+    tokens = -(-tokens // settings.launch.sequence_parallel)
+    # Norms in fp32 and in the model's dtype, attention, gate, its activation, up, their product.
+    numbers = 2 * hidden + 4 * sizes.heads * sizes.head_dim + 4 * sizes.inner
+    layer = tokens * (numbers * item + 2 * hidden * 4)
+    if peft.kind != "none":
+        layer += tokens * len(sizes.maps) * peft.rank * item
+        if sizes.expert_pairs and isinstance(peft.target_modules, str):
+            # peft computes the sum of a layer's experts and their update, and keeps it.
+            layer += 2 * item * sizes.experts // sizes.layers
+    layers = sizes.layers * layer
+    if settings.gradient_checkpointing:
+        layers = sizes.layers * tokens * hidden * item + layer
+    trained = peft.kind == "none" or "lm_head" in peft.modules_to_save
+    portion = min(tokens * sizes.vocab, 1 << 25)  # `PORTION` of training/model/head.py
+    head = portion * (12 + item if trained else 4) if logits else 0
+    return layers + head, layer + head
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes of an engine, or of each process if several share a model, without libraries.
+
+    `longest`: keys and values of a sequence of `context` tokens.
+    """
+
+    weights: int
+    cache: int
+    longest: int
+    context: int
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        dtype: str,
+        context: int,
+        *,
+        shared: int,
+        share: float | None,
+        gib: float,
+    ) -> EngineMemory:
+        """Return the memory of an engine on `share` bytes of a GPU, or with a cache of `gib`."""
+        sizes, item = Sizes.of(config), ITEM[dtype]
+        weights = sizes.weights() * item // shared
+        cache = int(gib * GIB) if share is None else max(0, int(share) - weights - LIBRARIES)
+        return cls(weights, cache, sizes.kv_cache(context, item, shared), context)
+
+    @property
+    def total(self) -> int:
+        """Bytes of weights and cache."""
+        return self.weights + self.cache
+
+    def __str__(self) -> str:
+        return (
+            f"{in_words(self.total)} (weights {in_words(self.weights)}, KV cache "
+            f"{in_words(self.cache)}: {self.cache // self.longest} sequences of {self.context} "
+            "tokens)"
+        )
+
+
+def engine_memory(
+    config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
+) -> EngineMemory:
+    """Return the memory of smoke_eval's engine; `gpu_bytes` is None for a CPU."""
+    smoke, text = settings["smoke"], config.get("text_config") or config
+    needed = settings["train"]["max_len"] + smoke["max_new_tokens"] + 8  # as serving/vllm/job.py
+    context = smoke["max_model_len"] or min(needed, text.get("max_position_embeddings", needed))
+    alone = smoke["engine"] == "transformers"
+    engine = EngineMemory.of(
+        config, engine_dtype(settings), int(context),
+        shared=1 if alone else smoke["tensor_parallel"],
+        share=GPU_SHARE * gpu_bytes if gpu_bytes else None, gib=smoke["kv_cache_gib"],
+    )  # fmt: skip
+    # transformers takes one prompt at a time.
+    return replace(engine, cache=engine.longest) if alone else engine
+
+
+def rollout_memory(
+    config: Mapping[str, Any], rollout: Mapping[str, Any], dtype: str, *, gpu_bytes: int | None
+) -> EngineMemory:
+    """Return the memory of vLLM beside each rank of an online run; see `engine_memory`."""
+    return EngineMemory.of(
+        config, dtype, rollout["max_prompt_len"] + rollout["max_new_tokens"],
+        shared=rollout["tensor_parallel"],
+        share=rollout["gpu_memory"] * gpu_bytes if gpu_bytes else None, gib=rollout["kv_cache_gib"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,38 +330,86 @@ class RankMemory:
         return f"{in_words(self.total)} at its peak{phases}"
 
 
-@dataclass(frozen=True)
-class EngineMemory:
-    """Bytes of one engine, or of each process if several share a model, without libraries.
-
-    Attributes:
-        weights: weights in the served format.
-        cache: the KV cache.
-        longest: keys and values of one sequence of `context` tokens.
-        context: tokens of the longest sequence.
-    """
-
-    weights: int
-    cache: int
-    longest: int
-    context: int
-
-    @property
-    def total(self) -> int:
-        """Bytes of weights and cache."""
-        return self.weights + self.cache
-
-    def __str__(self) -> str:
-        return (
-            f"{in_words(self.total)} (weights {in_words(self.weights)}, KV cache "
-            f"{in_words(self.cache)}: {self.cache // self.longest} sequences of {self.context} "
-            "tokens)"
-        )
-
-
 def in_words(size: int) -> str:
     """Return a size with its unit, such as 14.2 GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
+def training_settings(settings: Mapping[str, Any]) -> Settings:
+    """Return the settings of the training, with the sections of an online objective."""
+    names = ("rl", "rollout", "reward") if settings["train"]["objective"] in ONLINE else ()
+    sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
+    return Settings.from_sections(**sections, online={name: settings[name] for name in names})
+
+
+def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMemory | None:
+    """Return the memory of a rank of a run; None if a model's dimensions are not known.
+
+    `rewarded`: an earlier step of the chain trains the reward model, on the same base.
+    """
+    from tasks.config.checks.model import look_at
+
+    config = look_at(settings["model"])[0].config
+    training, gpu = training_settings(settings), machine.gpu_memory(settings["train"]["device"])
+    if not config or training.world_size < 1:
+        return None  # other findings report the reason
+    try:
+        policy = estimate(config, training, gpu=gpu is not None)
+        if not training.online:
+            least = policy.weights + policy.states + policy.gradients
+            return RankMemory({"train": policy.total}, least, policy.host)
+        reward = Path(settings["reward"]["model"] or "").expanduser() / "config.json"
+        scorer = config if rewarded else read_json(reward) if reward.is_file() else None
+        return _online_memory(config, training, policy, scorer, gpu)
+    except KeyError:
+        return None  # an architecture that names its dimensions differently
+
+
+def _online_memory(
+    config: Mapping[str, Any],
+    training: Settings,
+    policy: ModelMemory,
+    reward: Mapping[str, Any] | None,
+    gpu: int | None,
+) -> RankMemory:
+    """Add up policy, critic, reference, the reward model of config `reward`, and the engine."""
+    sizes, online = Sizes.of(config), Online.of(training.online)
+    models, item, on_gpu = [policy], ITEM[training.dtype], gpu is not None
+    if ALGORITHMS[training.objective].critic:
+        critic = estimate(config, training, gpu=on_gpu, critic=True)
+        if online.loop.critic == "shared":  # an adapter on the policy's trunk
+            critic = replace(critic, weights=sizes.adapter_weights(training.peft) * item)
+        models.append(critic)
+    frozen = 0
+    measured = online.loop.kl_coef > 0 or online.loop.kl_limit is not None
+    if training.peft.kind == "none" and measured:
+        divided = training.world_size if training.zero.stage == 3 else 1
+        frozen += sizes.weights() * item // divided  # the reference
+    if reward is not None:
+        dtype = str(reward.get("dtype") or "bfloat16")
+        frozen += replace(Sizes.of(reward), tied=True).weights() * ITEM.get(dtype, 2)
+    rollout, share = online.rollout, 1.0
+    if rollout.engine != "vllm":  # on a CPU each rank has a share of the servers
+        share = 0.0 if on_gpu else (rollout.servers or 0) / training.launch.nproc
+    engine = rollout_memory(config, asdict(rollout), training.dtype, gpu_bytes=gpu)
+    awake = asleep = int(engine.weights * share) + int(engine.cache * share)
+    host = sum(model.host for model in models)
+    if on_gpu and share:
+        awake, asleep = awake + LIBRARIES, ASLEEP
+        # Without an adapter the next sync brings all weights.
+        host += engine.weights if goes_as_adapter(training) else 0
+    states = sum(model.states for model in models)
+    lasting = sum(model.weights for model in models) + states + frozen
+    resident = lasting
+    if on_gpu and rollout.offload_trainer:
+        resident, host = resident - states, host + states
+    forward = max(model.forward for model in models)
+    peaks = {
+        "rollout": resident + max(awake, asleep + forward),
+        "train": lasting + asleep + max(m.gradients + m.activations for m in models),
+    }
+    least = lasting + asleep + max(model.gradients for model in models)
+    return RankMemory(peaks, max(peaks["rollout"], least), host)
 
 
 def problems(context: Context) -> Iterator[Finding]:
@@ -113,7 +430,24 @@ def problems(context: Context) -> Iterator[Finding]:
         host = count * (rank.host + LIBRARIES)
         offloaded = "zero.offload_optimizer=none or rollout.offload_trainer=false"
         yield from fits("memory", free, host, host, offloaded)
-    yield from _engines(context, free, gpu)
+    config, rollout, smoke = context.known.config, settings["rollout"], settings["smoke"]
+    if context.online and not rollout["urls"]:
+        engine = rollout_memory(config, rollout, settings["model"]["dtype"], gpu_bytes=gpu)
+        key, needed = "rollout.kv_cache_gib", str(-(-engine.longest // GIB))
+        if gpu is not None:
+            used = engine.weights + engine.longest + LIBRARIES
+            key, needed = "rollout.gpu_memory", f"{math.ceil(100 * used / gpu) / 100:g}"
+        yield from cache_fits(engine, key, f"{key}={needed}")
+    gpu = machine.gpu_memory()
+    gpus = machine.gpu_count() if gpu is not None else None
+    sharing = smoke["tensor_parallel"] if smoke["engine"] != "transformers" else 1
+    if wrong := list(shareable("smoke.tensor_parallel", sharing, config, gpus=gpus)):
+        yield from wrong
+        return
+    engine = engine_memory(config, settings, gpu_bytes=gpu)
+    more = f"smoke.kv_cache_gib={-(-engine.longest // GIB)}"
+    more = more if gpu is None else "smoke.tensor_parallel=<GPUs>"
+    yield from cache_fits(engine, "memory of smoke_eval", f"{more} or smoke.max_model_len=<tokens>")
 
 
 def fits(what: str, available: int, states: int, total: int, less: str) -> Iterator[Finding]:
@@ -130,44 +464,11 @@ def fits(what: str, available: int, states: int, total: int, less: str) -> Itera
         yield Finding(what, value, allowed, less, "warning")
 
 
-def _engines(context: Context, free: int, gpu: int | None) -> Iterator[Finding]:
-    """Check the memory of the engines: of rollouts, and of smoke_eval after training."""
-    settings, config = context.settings, context.known.config
-    rollout, smoke = settings["rollout"], settings["smoke"]
-    if context.online and not rollout["urls"]:
-        engine = rollout_memory(config, rollout, settings["model"]["dtype"], gpu_bytes=gpu)
-        if gpu is None:
-            key, size = "rollout.kv_cache_gib", f"{-(-engine.longest // GIB)}"
-        else:
-            used = engine.weights + engine.longest + LIBRARIES
-            key, size = "rollout.gpu_memory", f"{math.ceil(100 * used / gpu) / 100:g}"
-        yield from cache_fits(engine, key, f"{key}={size}")
-    gpu = machine.gpu_memory()
-    gpus = machine.gpu_count() if gpu is not None else None
-    sharing = smoke["tensor_parallel"] if smoke["engine"] != "transformers" else 1
-    if wrong := list(shareable("smoke.tensor_parallel", sharing, config, gpus=gpus)):
-        yield from wrong
-        return
-    engine = engine_memory(config, settings, gpu_bytes=gpu)
-    if gpu is not None:
-        override = "smoke.tensor_parallel=<GPUs> or smoke.max_model_len=<tokens>"
-        yield from cache_fits(engine, "GPU memory of smoke_eval", override)
-        return
-    override = f"smoke.kv_cache_gib={-(-engine.longest // GIB)} or smoke.max_model_len=<tokens>"
-    yield from cache_fits(engine, "smoke.kv_cache_gib", override)
-    needed = sharing * (engine.total + LIBRARIES)
-    less = "smoke.kv_cache_gib=1 or smoke.engine=transformers"
-    yield from fits("memory of smoke_eval", free, needed, needed, less)
-
-
 def cache_fits(engine: EngineMemory, key: str, override: str) -> Iterator[Finding]:
     """Check that the KV cache holds one sequence of full length, which vLLM needs to start."""
     if engine.longest > engine.cache:
         value = f"{engine.cache / GIB:.1f} GiB for keys and values"
-        allowed = (
-            f"vLLM needs room for one sequence of {engine.context} tokens, "
-            f"{engine.longest / GIB:.1f} GiB"
-        )
+        allowed = f"one sequence of {engine.context} tokens needs {engine.longest / GIB:.1f} GiB"
         yield Finding(key, value, allowed, override)
 
 
@@ -191,148 +492,7 @@ def _divides(config: Mapping[str, Any], processes: int) -> bool:
     text = config.get("text_config") or config
     heads = int(text.get("num_attention_heads") or 0)
     keys = int(text.get("num_key_value_heads") or heads)
-    widths = [int(text.get(name) or 0) for name in _WIDTHS]
+    widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    sizes = (heads, *(int(text.get(name) or 0) for name in widths))
     shared = keys % processes == 0 or (keys > 0 and processes % keys == 0)
-    return shared and not any(size % processes for size in (heads, *widths))
-
-
-def engine_memory(
-    config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
-) -> EngineMemory:
-    """Return the memory of smoke_eval's engine; `gpu_bytes` is None for a CPU.
-
-    Raises:
-        KeyError: an architecture that names its dimensions differently.
-    """
-    smoke, text = settings["smoke"], config.get("text_config") or config
-    needed = settings["train"]["max_len"] + smoke["max_new_tokens"] + HEADROOM
-    context = smoke["max_model_len"] or min(needed, text.get("max_position_embeddings", needed))
-    alone = smoke["engine"] == "transformers"
-    shared = 1 if alone else smoke["tensor_parallel"]
-    gib = smoke["kv_cache_gib"] if gpu_bytes is None else None
-    share = GPU_SHARE * (gpu_bytes or 0)
-    engine = _engine(config, ITEM[engine_dtype(settings)], shared, int(context), gib, share)
-    # transformers takes one prompt at a time.
-    return replace(engine, cache=engine.longest) if alone else engine
-
-
-def rollout_memory(
-    config: Mapping[str, Any], rollout: Mapping[str, Any], dtype: str, *, gpu_bytes: int | None
-) -> EngineMemory:
-    """Return the memory of vLLM beside each rank of an online run; see `engine_memory`."""
-    context = rollout["max_prompt_len"] + rollout["max_new_tokens"]
-    gib = rollout["kv_cache_gib"] if gpu_bytes is None else None
-    share = rollout["gpu_memory"] * (gpu_bytes or 0)
-    return _engine(config, ITEM[dtype], rollout["tensor_parallel"], context, gib, share)
-
-
-def _engine(
-    config: Mapping[str, Any], item: int, shared: int, context: int, gib: float | None, share: float
-) -> EngineMemory:
-    """Return the memory of an engine with a cache of `gib`, or on `share` bytes of a GPU."""
-    sizes = Sizes.of(config)
-    weights = sizes.weights() * item // shared
-    cache = int(share) - weights - LIBRARIES if gib is None else int(gib * GIB)
-    # Each process has at least one whole head of the keys and values.
-    token = sizes.kv_cache(1, item) // sizes.kv_heads * max(1, sizes.kv_heads // shared)
-    return EngineMemory(weights, max(0, cache), context * token, context)
-
-
-def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMemory | None:
-    """Return the memory of a rank of a run; None if a model's dimensions are not known.
-
-    `rewarded`: an earlier step of the chain trains the reward model, on the same base.
-    """
-    known, _ = look_at(settings["model"])
-    training = training_settings(settings)
-    if not known.config or training.world_size < 1:
-        return None  # other findings report the reason
-    try:
-        reward = known.config if rewarded else _reward_config(settings["reward"]["model"])
-        gpu = machine.gpu_memory(settings["train"]["device"])
-        return rank_memory(known.config, training, gpu=gpu, reward=reward)
-    except KeyError:
-        return None  # an architecture that names its dimensions differently
-
-
-def training_settings(settings: Mapping[str, Any]) -> Settings:
-    """Return the settings of the training, with the sections of an online objective."""
-    names = ("rl", "rollout", "reward") if settings["train"]["objective"] in ONLINE else ()
-    sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
-    return Settings.from_sections(**sections, online={name: settings[name] for name in names})
-
-
-def _reward_config(folder: str | None) -> Mapping[str, Any] | None:
-    """Return the config.json of `reward.model`; None if there is none."""
-    path = Path(folder or "").expanduser() / "config.json"
-    return read_json(path) if folder and path.is_file() else None
-
-
-def rank_memory(
-    config: Mapping[str, Any],
-    training: Settings,
-    *,
-    gpu: int | None,
-    reward: Mapping[str, Any] | None = None,
-) -> RankMemory:
-    """Add up the memory of a rank of a run.
-
-    `gpu` has the bytes of each rank's GPU, None on a CPU; `reward` is the config.json of a reward
-    model. Raises KeyError for an architecture that names its dimensions differently.
-    """
-    on_gpu, item = gpu is not None, ITEM[training.dtype]
-    policy = estimate(config, training, gpu=on_gpu)
-    if not training.online:
-        least = policy.lasting + policy.gradients
-        return RankMemory({"train": policy.total}, least, policy.host)
-    online, models = Online.of(training.online), [policy]
-    if ALGORITHMS[training.objective].critic:
-        critic = estimate(config, training, gpu=on_gpu, critic=True)
-        if online.loop.critic == "shared":  # an adapter on the policy's trunk
-            critic = replace(critic, weights=adapter_weights(Sizes.of(config), training) * item)
-        models.append(critic)
-    frozen = 0
-    if training.peft.kind == "none" and (
-        online.loop.kl_coef > 0 or online.loop.kl_limit is not None
-    ):
-        divided = training.world_size if training.zero.stage == 3 else 1
-        frozen += Sizes.of(config).weights() * item // divided  # the reference
-    if reward is not None:
-        dtype = str(reward.get("dtype") or "bfloat16")
-        frozen += replace(Sizes.of(reward), tied=True).weights() * ITEM.get(dtype, 2)
-    awake = asleep = host = 0
-    if engine := _beside(config, training, online, gpu=gpu):
-        awake = asleep = engine.total
-        if on_gpu:
-            awake, asleep = awake + LIBRARIES, ASLEEP
-            # Without an adapter the next sync brings all weights.
-            host = engine.weights if goes_as_adapter(training) else 0
-    weights, states = (sum(getattr(m, name) for m in models) for name in ("weights", "states"))
-    host += sum(model.host for model in models)
-    resident = weights + frozen
-    if on_gpu and online.rollout.offload_trainer:
-        host += states
-    else:
-        resident += states
-    lasting = weights + states + frozen + asleep
-    forward = max(model.forward for model in models)
-    peaks = {
-        "rollout": resident + max(awake, asleep + forward),
-        "train": lasting + max(model.gradients + model.activations for model in models),
-    }
-    least = lasting + max(model.gradients for model in models)
-    return RankMemory(peaks, max(peaks["rollout"], least), host)
-
-
-def _beside(
-    config: Mapping[str, Any], training: Settings, online: Online, *, gpu: int | None
-) -> EngineMemory | None:
-    """Return the memory of vLLM beside a rank, a share of servers on its CPU; None without."""
-    rollout = online.rollout
-    engine = rollout_memory(config, asdict(rollout), training.dtype, gpu_bytes=gpu)
-    if rollout.engine == "vllm":
-        return engine
-    if gpu is not None or not rollout.servers:
-        return None  # servers have GPUs, or machines, of their own
-    share = rollout.servers / training.launch.nproc
-    return replace(engine, weights=int(engine.weights * share), cache=int(engine.cache * share))
+    return shared and not any(size % processes for size in sizes)

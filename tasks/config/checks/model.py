@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.checks.context import Context, Known
+from tasks.config.checks.memory import Sizes
 from tasks.config.defaults import ONLINE
 from tasks.core.finding import Finding
 from tasks.core.hub import hub_config
 from tasks.toy import CONTEXT, SHAPE
-from tasks.training.memory import Sizes, experts_of
 from tasks.training.model.families import (
     CAPPED,
     ROUTED,
-    has_router_loss,
+    experts_of,
     router_coefficient,
     uncapped,
     why_padded,
@@ -222,7 +222,6 @@ def router_loss(train: Mapping[str, Any], known: Known) -> Iterator[Finding]:
     again = train["gradient_checkpointing"] and train["gradient_checkpointing_reentrant"]
     for wrong, allowed in (
         (train["objective"] not in ROUTED, f"only {', '.join(ROUTED)} have a router loss"),
-        (not has_router_loss(family), f"transformers has no such loss for {family}"),
         (again, "reentrant checkpointing loses the gradient of the routers' outputs"),
     ):
         if wrong:

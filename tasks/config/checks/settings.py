@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tasks.config.checks.context import Context
@@ -13,7 +12,7 @@ from tasks.core.errors import ConfigError, DataError
 from tasks.core.finding import Finding
 from tasks.data.kinds import TEXTS, names_texts
 from tasks.data.readers import FILE_KINDS, existing_file
-from tasks.training.resume import newest
+from tasks.training.engine.checkpoint import named
 from tasks.training.selection import direction
 from tasks.weights.execute.writer import parse_size
 
@@ -64,9 +63,11 @@ def problems(context: Context) -> Iterator[Finding]:
             allowed = "needs evaluations during training"
             yield Finding(f"train.{name}", str(train[name]), allowed, "train.eval_steps=<steps>")
     resume = train["resume"]
-    if resume not in ("auto", "never") and newest(Path(resume).expanduser()) is None:
-        allowed = "auto, never, or a folder with a complete checkpoint"
-        yield Finding("train.resume", resume, allowed, "train.resume=auto")
+    try:
+        if resume not in ("auto", "never"):
+            named(resume, context.runs / "checkpoints")
+    except ConfigError as error:
+        yield Finding("train.resume", error.message, error.hint, "train.resume=auto")
     try:
         parse_size(settings["convert"]["max_shard_size"])
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: write, find and delete them. Knows no torch.
+"""Checkpoint folders: write, find, delete and resume from them. Knows no torch.
 
     step-00000050/
         engine/         DeepSpeed's checkpoint: fp32 weights, optimizer states, loss scale
@@ -10,16 +10,30 @@ everything is on disk, so existence means complete. Older checkpoints are delete
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.core.disk import flush, flush_tree
+from tasks.core.errors import ConfigError
+from tasks.training.job import Settings, TrainJob
 
 STATE = "state.json"
 ENGINE = "engine"
+FREE = (
+    "launch", "evaluate.eval_steps", "evaluate.early_stop_patience", "evaluate.keep", "log_every",
+    "save_steps", "max_ckpt_num", "probes", "batch.micro_batch_size", "gradient_checkpointing",
+    "gradient_checkpointing_reentrant", "zero.bucket_size", "zero.overlap_comm",
+    "trust_remote_code", "online.rollout.servers", "online.rollout.urls", "online.rollout.threads",
+    "online.rollout.sync_dir",
+)  # fmt: skip
+"""Settings that may differ in a resumed run: they leave the result as it is, up to the order of
+sums. `train.best_metric` may not: values before and after the interruption are compared."""
+_AGAIN = "train.resume=never starts from the beginning"
 
 
 @dataclass
@@ -34,7 +48,7 @@ class Best:
 class Progress:
     """Progress of a run, stored in checkpoints beside the engine's state. Equal on every rank.
 
-    It holds no generator states: every step seeds its random numbers from seed, step and rank.
+    It has no generator states: every step seeds its random numbers from seed, step and rank.
 
     Attributes:
         step: steps taken.
@@ -59,12 +73,6 @@ class Progress:
     skipped: int = 0
     seconds: float = 0.0
     kept: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, document: dict[str, Any]) -> Progress:
-        """Build from the result of `dataclasses.asdict`."""
-        best = document.pop("best")
-        return cls(**document, best=None if best is None else Best(**best))
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,9 @@ def last_good(root: Path) -> Path | None:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint's `state.json`."""
     document = json.loads((path / STATE).read_text())
-    progress = Progress.of(document["progress"])
+    progress = Progress(**document["progress"])
+    if progress.best is not None:
+        progress.best = Best(**document["progress"]["best"])
     return Checkpoint(path, document["world_size"], document["identity"], progress)
 
 
@@ -140,3 +150,139 @@ def sweep(root: Path) -> None:
     """Delete unfinished checkpoints."""
     for path in root.glob(".step-????????.tmp"):
         shutil.rmtree(path)
+
+
+def identity(
+    settings: Settings, *, base_digest: str, data: Path, adapter: Path | None = None
+) -> dict[str, Any]:
+    """Return everything that determines a run's result, by dotted name."""
+    parts: dict[str, Any] = {"base": base_digest, "data": _folder_digest(data)}
+    if adapter is not None:
+        parts["adapter"] = _folder_digest(adapter)
+    for name, value in _flat(asdict(settings)).items():
+        if not any(name == free or name.startswith(f"{free}.") for free in FREE):
+            parts[name] = list(value) if isinstance(value, tuple) else value
+    if url := settings.reward_url:  # a checkpoint must not contain it
+        parts["online.reward.url"] = hashlib.sha256(url.encode()).hexdigest()
+    return parts
+
+
+def begin(
+    job: TrainJob, how: str, *, to_universal: Callable[[Path, Path], object]
+) -> tuple[TrainJob, Progress]:
+    """Choose the start of a run, and remove the checkpoints after it.
+
+    Args:
+        how: `train.resume`, see `choose`.
+        to_universal: converts a checkpoint (first folder) to universal form; called only if the
+            number of ranks has changed.
+
+    Returns:
+        The job with the checkpoint to resume from, if any, and the progress at that point.
+    """
+    saved = choose(how, job.checkpoints, job.identity)
+    if saved is None:
+        forget_after(job.checkpoints, 0)
+        shutil.rmtree(job.checkpoints / "tokens", ignore_errors=True)
+        return job, Progress()
+    # Without ZeRO every rank has the whole optimizer state, so their number does not matter.
+    moved = saved.world_size != job.settings.world_size and job.settings.zero.stage > 0
+    if problem := _cannot_go_on(saved, job, moved=moved):
+        raise ConfigError(f"train.resume: {saved.path}: {problem}", hint=_AGAIN)
+    forget_after(job.checkpoints, saved.progress.step)
+    job = replace(job, resume=saved.path)
+    if moved:
+        universal = job.checkpoints / "universal"
+        shutil.rmtree(universal, ignore_errors=True)
+        to_universal(saved.path, universal)
+        job = replace(job, universal=universal)
+    return job, saved.progress
+
+
+def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None:
+    """Return the checkpoint to resume from, or None to start from the beginning.
+
+    Args:
+        how: `auto` takes the newest checkpoint under `root`, if any; `never` takes none; anything
+            else is a folder as in `named`.
+        root: folder of this run's checkpoints, beside those of other runs.
+        wanted: `identity` of the run; ConfigError if that of the checkpoint differs.
+    """
+    if how == "never":
+        return None
+    path = last_good(root) if how == "auto" else named(how, root.parent)
+    if path is None:
+        return None
+    saved = open_checkpoint(path)
+    differs = [
+        f"{name}: this run has {_shown(wanted.get(name))}, "
+        f"the checkpoint {_shown(saved.identity.get(name))}"
+        for name in sorted(set(wanted) | set(saved.identity))
+        if wanted.get(name) != saved.identity.get(name)
+    ]
+    if differs:
+        raise ConfigError(
+            f"{path} is a checkpoint of another run: {len(differs)} settings differ, "
+            f"first {differs[0]}",
+            details=differs,
+            hint=f"{_AGAIN}; or restore these settings",
+        )
+    return saved
+
+
+def named(folder: str, ours: Path) -> Path:
+    """Return a folder if it is a checkpoint, else the newest checkpoint in it.
+
+    Raises ConfigError for a folder outside of `ours`, the checkpoints of all runs: DeepSpeed
+    unpickles a checkpoint, which runs code that it may contain.
+    """
+    path = Path(folder).expanduser().resolve()
+    chosen = path if (path / STATE).is_file() else last_good(path)
+    if chosen is None or not chosen.is_relative_to(ours.resolve()):
+        problem = "has no complete checkpoint" if chosen is None else f"is not in {ours}"
+        hint = f"a folder {ours}/*/step-????????, or train.resume=auto or never"
+        raise ConfigError(f"train.resume={folder} {problem}", hint=hint)
+    return chosen
+
+
+def _cannot_go_on(saved: Checkpoint, job: TrainJob, *, moved: bool) -> str:
+    """Return the reason why a run cannot go on from a checkpoint; "" if it can."""
+    settings, best = job.settings, saved.progress.best
+    if moved and settings.optim.optimizer != "adamw":
+        return (
+            f"states of train.optimizer={settings.optim.optimizer} cannot be converted from "
+            f"{saved.world_size} ranks to {settings.world_size}"
+        )
+    if settings.evaluate.keep != "best" or not best:
+        return ""
+    if moved:
+        return f"train.keep=best needs the checkpoint of {saved.world_size} ranks as it is"
+    path = job.checkpoints / name_of(best.step)
+    if best.step != saved.progress.step and not path.is_dir():
+        return f"train.keep=best, and the best checkpoint so far does not exist: {path}"
+    return ""
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:12]}..."
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _folder_digest(folder: Path) -> str:
+    """Return the SHA-256 of names and contents of a folder's files, its manifest left out."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file() and p.name != "manifest.json"):
+        with path.open("rb") as file:
+            digest.update(path.name.encode())
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.machine import has_gpu
 from tasks.serving.vllm.job import time_limit
 from tasks.training.job import Settings, TrainJob
-from tasks.training.memory import estimate
 
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory"
@@ -56,25 +53,9 @@ def another_rank_failed(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(what: str, job: TrainJob) -> TrainingError:
-    """Return the error for a lack of memory, with a rank's estimate and what needs less."""
-    config = json.loads((job.base / "config.json").read_text())
-    try:
-        needed = estimate(config, job.settings, gpu=has_gpu(job.settings.launch.device)).total
-        expected = f"expected of a rank: {needed / 2**30:.2f} GiB"
-    except KeyError as error:  # an architecture that names its dimensions differently
-        expected = f"the memory of a rank cannot be estimated: config.json has no {error}"
-    return TrainingError(what, details=[expected], hint=" or ".join(smaller(job.settings)))
-
-
-def out_of_memory_kills() -> int:
-    """Return how many processes of this machine or container the kernel has killed for memory."""
-    kills = 0
-    for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
-        if path.is_file():
-            match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.M)
-            kills += int(match[1]) if match else 0
-    return kills
+def out_of_memory(what: str, job: TrainJob, details: tuple[str, ...] = ()) -> TrainingError:
+    """Return the error for a lack of memory, with the overrides that need less."""
+    return TrainingError(what, details=details, hint=" or ".join(smaller(job.settings)))
 
 
 def smaller(settings: Settings) -> list[str]:

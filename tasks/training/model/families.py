@@ -1,4 +1,4 @@
-"""Families of models, told apart by config.json: packed or padded rows, router loss, attention cap.
+"""Families of models, told apart by config.json: packed or padded rows, experts, attention cap.
 
 Every operation that mixes tokens has to know where a sequence ends. Attention does. A convolution
 or a recurrent state continues into the next sequence, chunks and indexes of attention are counted
@@ -9,11 +9,9 @@ see the padding behind a sequence. Knows no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import distribution
-from pathlib import Path
 from typing import Any
 
-from tasks.training.memory import experts_of
+from tasks.drift.fingerprint import EXPERTS
 
 ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
 """Layer types that packing supports (`layer_types` of config.json)."""
@@ -60,6 +58,12 @@ def uncapped(config: Mapping[str, Any], attn_implementation: str) -> float | Non
     return float(cap) if cap and attn_implementation == "sdpa" else None
 
 
+def experts_of(text: Mapping[str, Any]) -> int:
+    """Return the number of experts in a layer, from a decoder's `config.json`; 0 without any."""
+    nested = text.get("ffn_config") or {}  # of DBRX
+    return max(of.get(name) or 0 for of in (text, nested) for name in EXPERTS)
+
+
 def router_coefficient(config: Mapping[str, Any], wanted: float | None) -> float:
     """Return the weight of the router loss; 0 for a model without experts.
 
@@ -73,18 +77,3 @@ def router_coefficient(config: Mapping[str, Any], wanted: float | None) -> float
     nested = text.get("ffn_config") or {}  # of DBRX
     own = (of.get(name) for of in (text, nested) for name in _COEFFICIENTS)
     return float(next((value for value in own if value), 0.0))
-
-
-def has_router_loss(family: str) -> bool:
-    """Return True if transformers' code of a model type has the load-balancing loss.
-
-    The code is read as text, because importing transformers takes seconds. `doge` and encoders with
-    decoders have losses of other forms.
-    """
-    name = family.removesuffix("_text")
-    path = distribution("transformers").locate_file(
-        f"transformers/models/{name}/modeling_{name}.py"
-    )
-    source = Path(str(path))
-    known = source.is_file() and family != "doge"
-    return known and "def load_balancing_loss_func" in source.read_text(encoding="utf-8")

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.training.memory import PORTION
-
+PORTION = 1 << 25
+"""Largest number of logits that exist at a time."""
 Forward = Callable[[torch.Tensor], torch.Tensor]
 """Function from hidden states to logits."""
 

@@ -1,7 +1,7 @@
 """From the rows of a dataset artifact to packed micro-batches of token ids.
 
 data            `load_split`: a tokenised split, made by all ranks, once per run
-rows, chat      rows by number and drafts of examples; token ids and loss marks of their texts
+chat            token ids and loss marks of conversations and raw texts
 truncation      rows longer than `train.max_len`
 examples        tokenised examples on disk, memory-mapped
 order, packing  the examples of each step, rank and row; rows without padding

@@ -49,17 +49,19 @@ class Answer(NamedTuple):
     number: int
     last: bool
 
-
-class Rendered(NamedTuple):
-    """A conversation as text, and its trained answers."""
-
-    text: str
-    answers: tuple[Answer, ...]
-    everything: bool
-
-    def texts(self) -> list[str]:
-        """Return all texts that have to be tokenised."""
-        return [self.text, *(text for a in self.answers for text in (a.begin, a.end))]
+    @property
+    def unstable(self) -> Unfit:
+        """The error if the text before it is not a prefix of the conversation."""
+        if self.last:
+            return Unfit(
+                "the chat template is not prefix-stable: the conversation does not begin with the "
+                "rendered prompt, so the answer's first token is unknown"
+            )
+        return Unfit(
+            f"the chat template is not prefix-stable: it renders message {self.number + 1} "
+            "differently when the conversation goes on, so earlier answers cannot be trained "
+            "(train.mask=last_answer does not need it)"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,60 +81,62 @@ class Encoder:
 
         All texts are tokenised in one call, and repeated ones (such as the prompt of a pair) once.
         """
-        results = [self._attempted(turns) for turns in conversations]
-        texts = dict.fromkeys(
-            text for result in results if isinstance(result, Rendered) for text in result.texts()
-        )
-        tokenised = (
-            self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-        )
+        rendered: list[tuple[str, list[Answer]] | Unfit] = []
+        for turns in conversations:
+            try:
+                rendered.append(self._rendered(turns))
+            except Unfit as unfit:
+                rendered.append(unfit)
+            except TemplateError as error:  # `raise_exception` of a template
+                refused = f"the chat template refuses the conversation: {error}"
+                rendered.append(Unfit(refused))
+        texts: dict[str, None] = {}
+        for result in rendered:
+            if not isinstance(result, Unfit):
+                text, answers = result
+                texts |= dict.fromkeys([text, *(t for a in answers for t in (a.begin, a.end))])
+        tokenised: list[list[int]] = []
+        if texts:
+            tokenised = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         ids = dict(zip(texts, tokenised, strict=True))
-        return [
-            self._marked(result, [ids[text] for text in result.texts()])
-            if isinstance(result, Rendered)
-            else result
-            for result in results
-        ]
+        encoded: list[Tokens | Unfit] = []
+        for turns, result in zip(conversations, rendered, strict=True):
+            try:
+                encoded.append(
+                    result if isinstance(result, Unfit) else self._marked(turns, *result, ids)
+                )
+            except Unfit as unfit:
+                encoded.append(unfit)
+        return encoded
 
-    def _attempted(self, turns: Turns) -> Rendered | Unfit:
-        try:
-            return self._rendered(turns)
-        except TemplateError as error:  # `raise_exception` of a template
-            return Unfit(f"the chat template refuses the conversation: {error}")
-
-    def _rendered(self, turns: Turns) -> Rendered | Unfit:
+    def _rendered(self, turns: Turns) -> tuple[str, list[Answer]]:
+        """Return the text of a conversation, and its trained answers."""
         messages = turns.messages
         if not messages or messages[-1]["role"] != "assistant":
-            return Unfit("the last message is not the assistant's")
+            raise Unfit("the last message is not the assistant's")
         text = self._render(messages, turns.tools)
-        if missing := self._left_out(turns, text):
-            return Unfit(f"the chat template leaves out {missing}")
-        if turns.everything:
-            return Rendered(text, (), everything=True)
-        answers = []
+        for part, others, tools in _without_parts(turns):
+            try:
+                left_out = self._render(others, tools) == text
+            except TemplateError:  # it asks for what was taken away
+                continue
+            if left_out:
+                raise Unfit(f"the chat template leaves out {part}")
+        answers: list[Answer] = []
         for number in range(turns.first, len(messages)):
-            if messages[number]["role"] != "assistant":
+            if turns.everything or messages[number]["role"] != "assistant":
                 continue
             before = messages[:number]  # transformers cannot render an empty conversation
             begin = self._render(before, turns.tools, prompt=True) if before else ""
             last = number == len(messages) - 1
             end = text if last else self._render(messages[: number + 1], turns.tools)
+            answer = Answer(begin, end, number, last)
             if not text.startswith(begin) or not text.startswith(end):
-                return Unfit(_unstable(number, last=last))
+                raise answer.unstable
             if not begin:
-                return Unfit("no token before the answer from which to predict its first token")
-            answers.append(Answer(begin, end, number, last))
-        return Rendered(text, tuple(answers), everything=False)
-
-    def _left_out(self, turns: Turns, text: str) -> str:
-        """Return what the template does not render; "" if nothing is missing."""
-        for what, messages, tools in _without_parts(turns):
-            try:
-                if self._render(messages, tools) == text:
-                    return what
-            except TemplateError:  # it asks for what was taken away
-                continue
-        return ""
+                raise Unfit("no token before the answer from which to predict its first token")
+            answers.append(answer)
+        return text, answers
 
     def _render(
         self,
@@ -146,32 +150,31 @@ class Encoder:
         )
         return text
 
-    def _marked(self, rendered: Rendered, tokenised: Sequence[list[int]]) -> Tokens | Unfit:
-        ids, *prefixes = tokenised
+    def _marked(
+        self, turns: Turns, text: str, answers: Sequence[Answer], tokenised: dict[str, list[int]]
+    ) -> Tokens:
+        ids = tokenised[text]
         bears: NDArray[np.uint8] = np.zeros(len(ids), np.uint8)
         stop = 0
-        for answer, begin, end in zip(rendered.answers, prefixes[::2], prefixes[1::2], strict=True):
+        for answer in answers:
+            begin, end = tokenised[answer.begin], tokenised[answer.end]
             if ids[: len(begin)] != begin or ids[: len(end)] != end:
-                return Unfit(_unstable(answer.number, last=answer.last))
+                raise answer.unstable
             stop = self._after_end(ids, len(begin), len(end))
-            if not stop:
-                return Unfit(self._no_end())
             if stop == len(begin) + 1:
-                return Unfit("no trainable token: the chat template leaves nothing of the answer")
+                raise Unfit("no trainable token: the chat template leaves nothing of the answer")
             bears[len(begin) : stop] = 1
-        if rendered.everything:
-            stop = self._after_end(ids, 0, len(ids))
-            if stop < 2:
-                return Unfit(self._no_end())
+        if turns.everything:
+            stop = self._after_end(ids, 1, len(ids))
             bears[1:stop] = 1  # the first token has none before it to predict it from
         return Tokens(np.asarray(ids[:stop], np.int32), bears[:stop])
 
     def _after_end(self, ids: Sequence[int], begin: int, end: int) -> int:
-        """Return the position after the last end of a turn within [begin, end), or 0."""
-        return next((i + 1 for i in range(end - 1, begin - 1, -1) if ids[i] in self.ends), 0)
-
-    def _no_end(self) -> str:
-        return (
+        """Return the position after the last end of a turn within [begin, end)."""
+        for place in range(end - 1, begin - 1, -1):
+            if ids[place] in self.ends:
+                return place + 1
+        raise Unfit(
             "the chat template does not end the turn: none of the ids "
             f"{sorted(self.ends)} after the answer"
         )
@@ -189,28 +192,9 @@ def _without_parts(turns: Turns) -> Iterator[tuple[str, Sequence[Message], Any]]
         }  # fmt: skip
         if message["role"] == "tool" and message["content"]:
             changed[f"message {number + 1}, by a tool"] = {**message, "content": ""}
-        for what, other in changed.items():
+        for part, other in changed.items():
             before, after = turns.messages[:number], turns.messages[number + 1 :]
-            yield what, [*before, other, *after], turns.tools
-
-
-def _unstable(number: int, *, last: bool) -> str:
-    if last:
-        return (
-            "the chat template is not prefix-stable: the conversation does not begin with the "
-            "rendered prompt, so the answer's first token is unknown"
-        )
-    return (
-        f"the chat template is not prefix-stable: it renders message {number + 1} differently when "
-        "the conversation goes on, so earlier answers cannot be trained "
-        "(train.mask=last_answer does not need it)"
-    )
-
-
-class Document(NamedTuple):
-    """A raw text."""
-
-    text: str
+            yield part, [*before, other, *after], turns.tools
 
 
 @dataclass(frozen=True)
@@ -219,29 +203,24 @@ class TextEncoder:
 
     A text begins as the tokenizer begins texts (with a BOS token if it has one) and ends with its
     EOS token. The first token bears no loss, since no token before it predicts it.
-
-    Attributes:
-        tokenizer: a Hugging Face tokenizer with an EOS token.
     """
 
     tokenizer: Any
 
-    def encode(self, documents: Sequence[Document]) -> list[Tokens | Unfit]:
+    def encode(self, texts: Sequence[str]) -> list[Tokens | Unfit]:
         """Return token ids and loss marks of each text, or the reason it is unfit."""
-        if not documents:
+        if not texts:
             return []
-        texts = [document.text for document in documents]
-        tokenised = self.tokenizer(texts, verbose=False)["input_ids"]  # no warnings about length
-        return [self._marked(ids) for ids in tokenised]
-
-    def _marked(self, ids: list[int]) -> Tokens | Unfit:
-        end = int(self.tokenizer.eos_token_id)
-        whole = ids if ids and ids[-1] == end else [*ids, end]
-        if len(whole) < 2:
-            return Unfit("no trainable token: the tokenizer makes nothing of the text")
-        bears: NDArray[np.uint8] = np.ones(len(whole), np.uint8)
-        bears[0] = 0
-        return Tokens(np.asarray(whole, np.int32), bears)
+        tokenised = self.tokenizer(list(texts), verbose=False)["input_ids"]  # no length warnings
+        end, encoded = int(self.tokenizer.eos_token_id), []
+        for ids in tokenised:
+            whole = ids if ids and ids[-1] == end else [*ids, end]
+            encoded.append(
+                _all_but_first(np.asarray(whole, np.int32))
+                if len(whole) > 1
+                else Unfit("no trainable token: the tokenizer makes nothing of the text")
+            )
+        return encoded
 
 
 def pieces(tokens: Tokens, max_len: int) -> Iterator[Tokens]:
@@ -251,7 +230,10 @@ def pieces(tokens: Tokens, max_len: int) -> Iterator[Tokens]:
     loss. So every token of a text but its first bears loss exactly once.
     """
     for start in range(0, len(tokens.ids) - 1, max_len - 1):
-        ids = tokens.ids[start : start + max_len]
-        bears: NDArray[np.uint8] = np.ones(len(ids), np.uint8)
-        bears[0] = 0
-        yield Tokens(ids, bears)
+        yield _all_but_first(tokens.ids[start : start + max_len])
+
+
+def _all_but_first(ids: Any) -> Tokens:
+    bears: NDArray[np.uint8] = np.ones(len(ids), np.uint8)
+    bears[0] = 0
+    return Tokens(ids, bears)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import ConfigError, DataError
 from tasks.training.model.build import load_tokenizer
-from tasks.training.tokens.chat import Document, TextEncoder, Unfit, pieces
-from tasks.training.tokens.data import load_split
+from tasks.training.tokens.chat import TextEncoder, Unfit, pieces
+from tasks.training.tokens.data import CONVERSATIONS, LABELLED, PAIRS, load_split
 from tasks.training.tokens.examples import Tokens
-from tasks.training.tokens.rows import CONVERSATIONS, LABELLED, PAIRS
 from tests.training.conftest import make_tokenizer
 from tests.training.datasets import (
     SingleRank,
@@ -149,14 +148,14 @@ class WithBos:
 
 def test_texts_end_with_eos_and_all_tokens_but_the_first_bear_loss() -> None:
     tokenizer = make_tokenizer()
-    (tokens,) = TextEncoder(tokenizer).encode([Document("ab")])
+    (tokens,) = TextEncoder(tokenizer).encode(["ab"])
     assert not isinstance(tokens, Unfit)
     assert tokenizer.convert_ids_to_tokens(tokens.ids.tolist()) == ["a", "b", "<|im_end|>"]
     assert tokens.bears.tolist() == [0, 1, 1]
-    (tokens,) = TextEncoder(WithBos()).encode([Document("ab")])
+    (tokens,) = TextEncoder(WithBos()).encode(["ab"])
     assert (list(tokens.ids), list(tokens.bears)) == ([7, 97, 98, 5], [0, 1, 1, 1])
     assert TextEncoder(tokenizer).encode([]) == []
-    (nothing,) = TextEncoder(tokenizer).encode([Document("")])
+    (nothing,) = TextEncoder(tokenizer).encode([""])
     assert isinstance(nothing, Unfit)
 
 

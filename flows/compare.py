@@ -30,8 +30,9 @@ from rich.text import Text
 
 from flows.cli.composed import Composed
 from flows.report.collect import Collected, collect
-from flows.report.compare import Comparison, Evaluated, compare
+from flows.report.compare import Comparison, compare
 from flows.report.page import number
+from flows.report.results import Interval
 from flows.status import WIDTH
 from tasks.core.finding import Finding, preflight
 from tasks.core.terminal import plain
@@ -90,41 +91,40 @@ def _print(summaries: Sequence[Mapping[str, Any]], comparison: Comparison) -> No
     for name, summary in zip("AB", summaries, strict=True):
         label = f"{name}  {summary['run']}  {summary['flow']} {summary['exp'] or ''}"
         console.print(Text(plain(f"{label.rstrip()}  {summary['status']}")))
-    rows: list[Sequence[str]] = list(comparison.config)
-    _table(console, "configuration", ("key", "A", "B"), rows, "the same")
     drifts = [(p.name, number(p.a), number(p.b)) for p in comparison.drift]
-    _table(console, "drift of hand-offs", ("hand-off", "A", "B"), drifts, "none measured")
-    rows = [_evaluation_row(each) for each in comparison.evaluation]
-    titles = ("evaluation", "A", "B", "B - A (95 %)", "result")
-    _table(console, "evaluation", titles, rows, "not comparable: no results per row")
-    rows = [(p.name, number(p.a), number(p.b), signed(p.change)) for p in comparison.metrics]
-    _table(console, "final metrics", ("metric", "A", "B", "B - A"), rows, "none")
+    evaluation = [
+        (each.name, number(each.a), number(each.b), _change(each.interval),
+         f"{each.verdict} ({each.method})" if each.method else each.verdict)
+        for each in comparison.evaluation
+    ]  # fmt: skip
+    metrics = [
+        (p.name, number(p.a), number(p.b), "" if None in p else signed((p.b or 0) - (p.a or 0)))
+        for p in comparison.metrics
+    ]
+    for title, titles, rows, empty in (
+        ("configuration", ("key", "A", "B"), comparison.config, "the same"),
+        ("drift of hand-offs", ("hand-off", "A", "B"), drifts, "none measured"),
+        ("evaluation", ("evaluation", "A", "B", "B - A (95 %)", "result"), evaluation,
+         "not comparable: no results per row"),
+        ("final metrics", ("metric", "A", "B", "B - A"), metrics, "none"),
+    ):  # fmt: skip
+        console.print()
+        console.print(Text(title if rows else f"{title}: {empty}", style="bold" if rows else ""))
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for name in titles:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(plain(cell)) for cell in row))
+        if rows:
+            console.print(table)
 
 
-def _evaluation_row(row: Evaluated) -> tuple[str, ...]:
-    change = "" if row.interval is None else (
-        f"{signed(row.interval.value)} [{signed(row.interval.low)}, {signed(row.interval.high)}]"
-    )  # fmt: skip
-    verdict = f"{row.verdict} ({row.method})" if row.method else row.verdict
-    return row.name, number(row.a), number(row.b), change, verdict
+def _change(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    return f"{signed(interval.value)} [{signed(interval.low)}, {signed(interval.high)}]"
 
 
-def signed(value: float | None) -> str:
-    """Return a difference with its sign; empty for None."""
-    return "" if value is None else f"{'+' if value > 0 else ''}{number(value)}"
-
-
-def _table(
-    console: Console, title: str, titles: Sequence[str], rows: Sequence[Sequence[str]], empty: str
-) -> None:
-    console.print()
-    if not rows:
-        console.print(Text(f"{title}: {empty}"))
-        return
-    console.print(Text(title, style="bold"))
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in titles:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(plain(cell)) for cell in row))
-    console.print(table)
+def signed(value: float) -> str:
+    """Return a difference with its sign."""
+    return f"{'+' if value > 0 else ''}{number(value)}"

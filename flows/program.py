@@ -8,7 +8,6 @@
     plumbline verify url=URL source=DIR      ask a running server whether it is the trained model
     plumbline bisect a=DIR b=DIR             find the first module in which two models differ
     plumbline promote models:/NAME/3         let `champion` name a registered model; roll back
-    plumbline lineage models:/NAME@champion  from a served model back to its rows
     plumbline serve models:/NAME@champion    check every byte, then vllm serve
     plumbline compare A B                    two runs: settings, drift, which model is better
     plumbline status                         what runs and what ran
@@ -28,7 +27,7 @@ from typing import NoReturn
 from flows.cli.start import start
 
 COMMANDS = (
-    "train", "plan", "list", "deliver", "audit", "verify", "bisect", "promote", "lineage", "serve",
+    "train", "plan", "list", "deliver", "audit", "verify", "bisect", "promote", "serve",
     "compare", "status", "open", "prune",
 )  # fmt: skip
 HYDRA = {"rlhf": "flows.chain.command", "deliver": "flows.delivery.run_delivery"}

@@ -44,7 +44,6 @@ TOOLS = {
     "audit": Tool(tools.Audit, ("source",)),
     "bisect": Tool(tools.Bisect, ("a", "b")),
     "compare": Tool(tools.Compare, ("a", "b")),
-    "lineage": Tool(tools.Lineage, ("source",)),
     "open": Tool(tools.Open, bare=True),
     "promote": Tool(tools.Promote, ("source",)),
     "prune": Tool(tools.Prune),

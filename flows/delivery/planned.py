@@ -45,9 +45,8 @@ from tasks.delivery.reference import PROBE_TOKENS, SHORTEST
 from tasks.delivery.source import Given, Weighted, given_adapters, weights_of
 from tasks.delivery.stages import Tokens, find_tokens, side_findings
 from tasks.drift.witness import Witness, find_witness
-from tasks.pipeline.artifact import CARD, remember
+from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult
-from tasks.release.model_card import beside
 from tasks.serving.vllm.job import HEADROOM
 from tasks.weights.execute.worker import perform
 from tasks.weights.execute.writer import parse_size, require_space
@@ -118,7 +117,7 @@ class Delivery:
         """Place the served artifact at OUT, with a model card."""
         root = self.given.root
         text = delivery_card(results, served.artifact, root, self.base, command)
-        put(served.artifact, self.out, beside(text, root / CARD))
+        put(served.artifact, self.out, text)
         for result in results:  # hard links changed ctimes
             remember(result.artifact, self.store / ".seen")
 

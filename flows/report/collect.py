@@ -21,27 +21,11 @@ from tasks.core.terminal import plain
 
 SAMPLES_SHOWN, TEXT_SHOWN = 12, 1200
 """Most samples, and most characters of a prompt or a response."""
+MANIFEST = "manifest.json"
 _TRAINING = re.compile(r"(.*\.)?train")
 
 Curves = dict[str, list[tuple[int, float]]]
 """(step, value) pairs by the name of the metric; those of validations begin with `eval/`."""
-
-
-@dataclass
-class Handoff:
-    """Drift of one hand-off, as `handoff` in summary.json; `ok` is False if it was refused."""
-
-    measure: str
-    unit: str
-    value: float
-    limit: float
-    ok: bool = True
-
-    @classmethod
-    def read(cls, entry: Mapping[str, Any] | None) -> Handoff | None:
-        """Return the hand-off of an entry in the summary; None if it has none."""
-        names = ("measure", "unit", "value", "limit", "ok")
-        return cls(**{name: entry[name] for name in names}) if entry else None
 
 
 @dataclass
@@ -52,18 +36,17 @@ class Stage:
         name: name of the stage, without its step.
         step: the step it belongs to; empty if the run has a single step.
         state: "ran", "reused" or "failed".
-        started: seconds from the start of the run; None if it is not known.
         checks: number of checks.
+        drift: `handoff` in summary.json: measure, unit, value, limit, and if it was accepted.
     """
 
     name: str
     step: str
     seconds: float | None
     state: str
-    started: float | None = None
     checks: int = 0
     artifact: str = ""
-    drift: Handoff | None = None
+    drift: dict[str, Any] | None = None
 
     @property
     def full_name(self) -> str:
@@ -112,12 +95,12 @@ def collect(folder: Path) -> Collected:
         artifact = Path(entry["artifact"])
         collected.stages.append(_stage(entry))
         collected.failed += _failed_checks(entry["name"], artifact)
-        manifest = _document(artifact / "manifest.json")
+        manifest = document(artifact / MANIFEST)
         versions |= manifest.get("versions", {})
         if _TRAINING.fullmatch(entry["name"]):
-            _add_training(collected, folder, entry, manifest)
+            _add_training(collected, folder, entry["name"], artifact, manifest)
         collected.samples = _samples(artifact / "generations.jsonl") or collected.samples
-    _add_progress(collected, _document(folder / PROGRESS))
+    _add_failed(collected, document(folder / PROGRESS))
     collected.versions = {k: v for k, v in sorted(versions.items()) if v != "absent"}
     return collected
 
@@ -136,9 +119,8 @@ def cleaned(value: Any) -> Any:
 def _stage(entry: Mapping[str, Any]) -> Stage:
     step, _, name = entry["name"].rpartition(".")
     state = "reused" if entry["reused"] else "ran"
-    drift = Handoff.read(entry.get("handoff"))
-    checks, artifact = entry["tensors_checked"], entry["artifact"]
-    return Stage(name, step, entry["seconds"], state, None, checks, artifact, drift)
+    checks, drift = entry["tensors_checked"], entry.get("handoff")
+    return Stage(name, step, entry["seconds"], state, checks, entry["artifact"], drift)
 
 
 def _failed_checks(stage: str, artifact: Path) -> Iterator[dict[str, Any]]:
@@ -149,12 +131,10 @@ def _failed_checks(stage: str, artifact: Path) -> Iterator[dict[str, Any]]:
 
 
 def _add_training(
-    collected: Collected, folder: Path, entry: Mapping[str, Any], manifest: Mapping[str, Any]
+    collected: Collected, folder: Path, name: str, artifact: Path, manifest: Mapping[str, Any]
 ) -> None:
-    """Add the curves of a training, and the lengths of its rows."""
-    name, artifact = entry["name"], Path(entry["artifact"])
-    source = _trained_by(folder, entry) if entry["reused"] else folder
-    curves = _recorded(source, name) or _losses(artifact)
+    """Add the curves of a training, of a reused one its losses, and the lengths of its rows."""
+    curves = _recorded(folder, name) or _losses(artifact)
     if curves:
         collected.curves[name] = curves
     with suppress(KeyError, TypeError, ValueError):  # online training has no such rows
@@ -164,28 +144,16 @@ def _add_training(
             collected.lengths[name] = [(int(end), int(rows)) for end, rows in bins], int(limit)
 
 
-def _add_progress(collected: Collected, progress: Mapping[str, Any]) -> None:
-    """Add when each stage began, and the stage that failed, which the summary does not name."""
-    stages = {stage.full_name: stage for stage in collected.stages}
+def _add_failed(collected: Collected, progress: Mapping[str, Any]) -> None:
+    """Add the stage that failed, which the summary does not name."""
+    known = {stage.full_name for stage in collected.stages}
+    refused = collected.summary.get("refused") or {}
     for entry in progress.get("stages", []):
-        stage = stages.get(entry["name"])
-        if stage is None and entry["failed"]:
+        if entry["failed"] and entry["name"] not in known:
             step, _, name = entry["name"].rpartition(".")
-            stage = Stage(name, step, entry["seconds"], "failed")
-            refused = collected.summary.get("refused") or {}
-            stage.drift = Handoff.read(refused if refused.get("stage") == entry["name"] else None)
+            drift = refused if refused.get("stage") == entry["name"] else None
+            stage = Stage(name, step, entry["seconds"], "failed", drift=drift)
             collected.stages.append(stage)
-        if stage is not None:
-            stage.started = max(entry["started"] - progress["started"], 0.0)
-
-
-def _trained_by(folder: Path, entry: Mapping[str, Any]) -> Path:
-    """Return the folder of the run that trained an artifact; this run's if it is gone."""
-    for steps in sorted(folder.parent.glob(f"*/{STEPS}"), reverse=True):
-        stages = _document(steps.with_name("summary.json")).get("stages", [])
-        if any(s["artifact"] == entry["artifact"] and not s["reused"] for s in stages):
-            return steps.parent
-    return folder
 
 
 def _recorded(folder: Path, stage: str) -> Curves:
@@ -203,7 +171,7 @@ def _recorded(folder: Path, stage: str) -> Curves:
 
 def _losses(artifact: Path) -> Curves:
     """Return the loss of each step from what training published."""
-    losses = enumerate(_document(artifact / "train.json").get("losses", []), 1)
+    losses = enumerate(document(artifact / "train.json").get("losses", []), 1)
     points = [(step, loss) for step, loss in losses if isfinite(loss)]
     return {"loss": points} if points else {}
 
@@ -221,10 +189,11 @@ def _samples(path: Path) -> list[dict[str, Any]]:
     return sorted(samples, key=lambda sample: not sample["changed"])[:SAMPLES_SHOWN]
 
 
-def _document(path: Path) -> dict[str, Any]:
+def document(path: Path) -> dict[str, Any]:
+    """Return a JSON object with plain texts; empty if it is missing or cannot be read."""
     with suppress(OSError, ValueError):
-        document = cleaned(json.loads(path.read_text()))
-        return document if isinstance(document, dict) else {}
+        value = cleaned(json.loads(path.read_text()))
+        return value if isinstance(value, dict) else {}
     return {}
 
 

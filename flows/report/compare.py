@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from flows.report.collect import Collected, Curves
+from flows.report.collect import Collected
 from flows.report.figures import PLOTTED
 from flows.report.results import (
     EXACT,
@@ -28,22 +28,15 @@ from flows.report.results import (
 _ABSENT = "(not set)"
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """One number of both runs; None where a run does not have it."""
 
     name: str
     a: float | None
     b: float | None
 
-    @property
-    def change(self) -> float | None:
-        """Value of the second run minus that of the first; None if one is missing."""
-        return None if self.a is None or self.b is None else self.b - self.a
 
-
-@dataclass(frozen=True)
-class Evaluated(Pair):
+class Evaluated(NamedTuple):
     """One measure of the evaluation of both served models; higher is better.
 
     Attributes:
@@ -52,6 +45,9 @@ class Evaluated(Pair):
         verdict: the result in words.
     """
 
+    name: str
+    a: float | None
+    b: float | None
     interval: Interval | None
     method: str
     verdict: str
@@ -69,20 +65,24 @@ class Comparison:
 
 def compare(a: Collected, b: Collected) -> Comparison:
     """Return the differences of two runs."""
+    first, second = (flatten(_yaml(run.config)) for run in (a, b))
+    keys = sorted({*first, *second} - {""})
+    config = [(key, first.get(key, _ABSENT), second.get(key, _ABSENT)) for key in keys]
     return Comparison(
-        config=_config(a.config, b.config),
+        config=[row for row in config if row[1] != row[2]],
         drift=list(_pairs(_drifts(a), _drifts(b))),
         evaluation=[
             row
-            for name, first, second in _matched(results(a), results(b))
-            for row in _evaluated(name, first or {}, second or {})
+            for name, of_a, of_b in _matched(results(a), results(b))
+            for row in _evaluated(name, of_a, of_b)
         ],
         metrics=[
-            *_pairs(_numbers(a.summary), _numbers(b.summary)),
+            *_pairs(_numbers(a), _numbers(b)),
             *(
-                pair
-                for name, first, second in _matched(a.curves, b.curves)
-                for pair in _pairs(_last(name, first or {}), _last(name, second or {}))
+                Pair(f"{stage} {name}", *(of.get(name, [(0, None)])[-1][1] for of in (one, other)))
+                for stage, one, other in _matched(a.curves, b.curves)
+                for name in dict.fromkeys([*one, *other])
+                if name in PLOTTED
             ),
         ],
     )
@@ -97,37 +97,25 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     return {prefix.rstrip("."): text}
 
 
-def _config(a: str, b: str) -> list[tuple[str, str, str]]:
-    first, second = (flatten(_yaml(text)) for text in (a, b))
-    rows = [(k, first.get(k, _ABSENT), second.get(k, _ABSENT)) for k in sorted({*first, *second})]
-    return [row for row in rows if row[1] != row[2] and row[0]]
-
-
 def _yaml(text: str) -> Any:
     with suppress(yaml.YAMLError):
         return yaml.safe_load(text) or {}
     return {}
 
 
-def _numbers(summary: Mapping[str, Any]) -> dict[str, float | None]:
-    scores = {f"eval/{name}": value for name, value in summary["eval"].items()}
-    return {"seconds": summary["seconds"], **scores}
+def _numbers(run: Collected) -> dict[str, float | None]:
+    scores = {f"eval/{name}": value for name, value in run.summary["eval"].items()}
+    return {"seconds": run.summary["seconds"], **scores}
 
 
 def _drifts(run: Collected) -> dict[str, float | None]:
-    return {f"{s.full_name} {s.drift.measure}": s.drift.value for s in run.stages if s.drift}
-
-
-def _last(stage: str, curves: Curves) -> dict[str, float | None]:
-    """Return the last values of the curves that are plotted."""
-    return {f"{stage} {k}": points[-1][1] for k, points in curves.items() if k in PLOTTED}
+    return {f"{s.full_name} {s.drift['measure']}": s.drift["value"] for s in run.stages if s.drift}
 
 
 def _pairs(a: Mapping[str, float | None], b: Mapping[str, float | None]) -> Iterator[Pair]:
     for name in dict.fromkeys([*a, *b]):
-        pair = Pair(name, a.get(name), b.get(name))
-        if pair.a is not None or pair.b is not None:
-            yield pair
+        if a.get(name) is not None or b.get(name) is not None:
+            yield Pair(name, a.get(name), b.get(name))
 
 
 def _matched(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -137,7 +125,7 @@ def _matched(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield f"{first} / {second}", a[first], b[second]
         return
     for name in dict.fromkeys([*a, *b]):
-        yield name, a.get(name), b.get(name)
+        yield name, a.get(name, {}), b.get(name, {})
 
 
 def _evaluated(

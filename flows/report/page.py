@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from flows.orchestration.evaluation import harness_names
 from flows.orchestration.summary import truncation_lines
-from flows.report.collect import Collected, Stage, collect
+from flows.report.collect import Collected, collect
 from flows.report.figures import Figure, draw, histogram, row_lengths
 from flows.report.results import (
     EXACT,
@@ -24,7 +23,6 @@ from flows.report.results import (
     PAIRS,
     REWARD,
     SAMPLED,
-    Interval,
     Results,
     response_lengths,
     results,
@@ -34,37 +32,6 @@ from tasks.serving.llama_cpp import serve_line
 
 REPORT = "report.html"
 _PERCENT = (EXACT, PAIRS, SAMPLED)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One row of the evaluation; `interval` is None without results per row."""
-
-    name: str
-    before: float
-    after: float
-    percent: bool
-    interval: Interval | None
-
-    def shown(self, value: float) -> str:
-        """Return a value as text."""
-        return f"{value:.1%}" if self.percent else f"{value:.4f}"
-
-    @property
-    def change(self) -> str:
-        """Difference between after and before, with its sign."""
-        return self._difference(self.after - self.before)
-
-    @property
-    def spread(self) -> str:
-        """The 95 % interval of the change; empty if it is not known."""
-        if self.interval is None:
-            return ""
-        low, high = self._difference(self.interval.low), self._difference(self.interval.high)
-        return f"{low.removesuffix(' points')} to {high}"
-
-    def _difference(self, value: float) -> str:
-        return f"{100 * value:+.1f} points" if self.percent else f"{value:+.4f}"
 
 
 def write_report(runs: Path, run_id: str, log: Any) -> Path | None:
@@ -103,7 +70,6 @@ def page(run: Collected) -> str:
         truncated=[line for entry in summary["stages"] for line in truncation_lines(entry)],
         responses=responses_of(run, by_row),
         memory={k: v for k, v in summary.get("memory", {}).items() if "peak" in v},
-        timeline=_timeline(run.stages),
     )
 
 
@@ -139,7 +105,8 @@ def _serve_lines(served: str | None) -> str:
 
 def _measured(
     values: Mapping[str, float | None], by_row: Mapping[str, Mapping[str, Results]]
-) -> list[Measured]:
+) -> list[dict[str, Any]]:
+    """Return the rows of the evaluation; `spread` is the 95 % interval of the change."""
     rate = PAIRS if "pairs" in values else EXACT
     last = [measures for stage, measures in by_row.items() if stage.endswith("smoke_eval")][-1:]
     rows = (
@@ -156,11 +123,20 @@ def _measured(
     measured = []
     for name, first, second in rows:
         before, after = values.get(first), values.get(second)
-        if before is not None and after is not None:
-            rows_of = last[0].get(name) if last else None
-            interval = rows_of.change() if rows_of else None
-            percent = name.partition(",")[0] in _PERCENT
-            measured.append(Measured(name, before, after, percent, interval))
+        if before is None or after is None:
+            continue
+        rows_of = last[0].get(name) if last else None
+        interval = rows_of.change() if rows_of else None
+        is_percent = name.partition(",")[0] in _PERCENT
+        value, change = ("{:.1%}", "{:+.1f} points") if is_percent else ("{:.4f}", "{:+.4f}")
+        factor = 100 if is_percent else 1
+        row = {"name": name, "before": before, "after": after, "spread": ""}
+        row["shown"] = [value.format(number) for number in (before, after)]
+        row["change"] = change.format(factor * (after - before))
+        if interval is not None:
+            ends = (change.format(factor * end) for end in (interval.low, interval.high))
+            row["spread"] = " to ".join(ends).replace(" points to", " to")
+        measured.append(row)
     return measured
 
 
@@ -188,18 +164,3 @@ def responses_of(
             figures.append(histogram(name, "Length of greedy responses", "tokens", before, after))
             responses[name] = figures, len(after), cut
     return responses
-
-
-def _timeline(stages: list[Stage]) -> list[tuple[Stage, float, float]]:
-    """Return (stage, start, width) in percent of the run; empty if no times are recorded."""
-    timed = [
-        (stage, stage.started, stage.seconds)
-        for stage in stages
-        if stage.started is not None and stage.seconds is not None
-    ]
-    total = max((start + seconds for _, start, seconds in timed), default=0.0)
-    return [
-        (stage, round(100 * start / total, 2), round(max(100 * seconds / total, 0.3), 2))
-        for stage, start, seconds in timed
-        if total
-    ]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flows.report.collect import Collected, read_lines
+from flows.report.collect import MANIFEST, Collected, document, read_lines
 from tasks.serving.text import matches
 
 RESAMPLES = 10_000
@@ -52,8 +52,7 @@ def paired(
         ValueError: there are no rows, or not as many in both.
     """
     differences = np.array([b - a for a, b in zip(first, second, strict=True)], dtype=float)
-    means = _means(differences, resamples, np.random.default_rng(seed))
-    return _interval(float(differences.mean()), means)
+    return _interval(_means(differences, resamples, np.random.default_rng(seed)), differences)
 
 
 def unpaired(
@@ -63,7 +62,7 @@ def unpaired(
     a, b = np.array(first, dtype=float), np.array(second, dtype=float)
     generator = np.random.default_rng(seed)
     means = _means(b, resamples, generator) - _means(a, resamples, generator)
-    return _interval(float(b.mean() - a.mean()), means)
+    return _interval(means, b, a)
 
 
 def _means(values: np.ndarray, resamples: int, generator: np.random.Generator) -> np.ndarray:
@@ -78,9 +77,9 @@ def _means(values: np.ndarray, resamples: int, generator: np.random.Generator) -
     )
 
 
-def _interval(value: float, means: np.ndarray) -> Interval:
+def _interval(means: np.ndarray, values: np.ndarray, less: np.ndarray | float = 0.0) -> Interval:
     low, high = (float(np.quantile(means, (1 + side * LEVEL) / 2)) for side in (-1, 1))
-    return Interval(value, low, high)
+    return Interval(float(values.mean() - np.mean(less)), low, high)
 
 
 @dataclass
@@ -125,7 +124,7 @@ def response_lengths(folder: Path) -> tuple[list[float], list[float], int]:
 def _responses(folder: Path) -> dict[str, Results]:
     """Return exact matches of greedy and sampled responses, the user's numbers, and rewards."""
     sampled = {row.get("id"): row for row in read_lines(folder / "drawn.jsonl")}
-    manifest = _manifest(folder)
+    manifest = document(folder / MANIFEST)
     function = str((manifest.get("config", {}).get("function") or {}).get("digest", ""))
     reward = str(manifest.get("inputs", {}).get("reward", ""))
     scales = {EXACT: "", SAMPLED: "", OWN: function, REWARD: reward}
@@ -153,13 +152,6 @@ def _values(
     return values
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        manifest = json.loads((folder / "manifest.json").read_text())
-        return manifest if isinstance(manifest, dict) else {}
-    return {}
-
-
 def _ordered(folder: Path, heldout: str) -> Results:
     """Return which pairs a reward model puts in the right order; the rows are known by number."""
     rows = [r for r in read_lines(folder / "pairs.jsonl") if {"chosen", "rejected"} <= set(r)]
@@ -176,5 +168,5 @@ def _heldout(run: Collected, step: str) -> str:
     folders = [s.artifact for s in run.stages if (s.step, s.name) == (step, "prepare_data")]
     for folder in folders:
         with suppress(KeyError, TypeError):
-            return str(_manifest(Path(folder))["files"]["heldout.jsonl"]["blake3"])
+            return str(document(Path(folder) / MANIFEST)["files"]["heldout.jsonl"]["blake3"])
     return folders[0] if folders else run.summary.get("run", "")

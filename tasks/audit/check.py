@@ -18,7 +18,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Any
 
-from tasks.audit.source import Source, commands_of
+from tasks.audit.source import Source, commands
 from tasks.core.errors import ArtifactError
 
 _SHOWN, _WIDTH = 3, 300
@@ -31,13 +31,9 @@ class Severity(StrEnum):
     WARNING = "warning"
     INFO = "info"
 
-    @property
-    def rank(self) -> int:
-        """Position in a report: 0 comes first."""
-        return list(Severity).index(self)
-
 
 ERROR, WARNING, INFO = Severity.ERROR, Severity.WARNING, Severity.INFO
+_RANK = list(Severity).index
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ class Check:
         severity: usual severity; a fault may raise or lower it.
         title: what is reported, in one sentence.
         why: the failure that it causes, and the tool that fails.
-        fix: what to do; `{repair}`, `{deliver}`, ... stand for commands, see `commands_of`.
+        fix: what to do; `{repair}`, `{deliver}`, ... stand for commands, see `source.commands`.
         issues: public reports of the failure, as "project #number, project PR #number".
         needs: conditions without which it does not run.
         listed: False if another function declares the code.
@@ -196,8 +192,7 @@ def also(code: str, *, needs: Sequence[Need] = ()) -> Callable[[Run], Run]:
 
     def declare(run: Run) -> Run:
         first = next(each for each in CHECKS if each.code == code)
-        more = replace(first, module=run.__module__, needs=needs, run=run, listed=False)
-        CHECKS.append(more)
+        CHECKS.append(replace(first, module=run.__module__, needs=needs, run=run, listed=False))
         return run
 
     return declare
@@ -207,41 +202,43 @@ def examine(source: Source) -> list[Finding]:
     """Return the findings of all checks without duplicates, the worst first."""
     import tasks.audit.checks  # noqa: F401 -- declares them
 
+    base = source.base.folder.root if source.base is not None else None
+    needs_base = source.is_adapter or base is not None
+    typed = commands(source.folder.root, base, source.adapter, needs_base=needs_base)
     findings: dict[Finding, None] = {}
-    commands = commands_of(source)
     for each in CHECKS:
-        for fault, by in _faults(each, source):
-            finding = _finding(fault, by, source, by.fix.format_map(commands))
-            worst = (source.codes.get(by.code, INFO), finding.severity)
-            source.codes[by.code] = min(worst, key=lambda severity: severity.rank)
-            source.explained.update(fault.tensors)
-            findings.setdefault(finding)
-    return sorted(findings, key=lambda finding: finding.severity.rank)
+        try:
+            if all(need(source) for need in each.needs):
+                for fault in each.run(source):
+                    _add(findings, source, fault, each, typed)
+        except CANNOT_GO_ON as error:
+            # An error: a folder that cannot be checked must never pass.
+            name = each.module.rpartition(".")[2]
+            reason = f"{name}: {type(error).__name__}: {error}"
+            failed = next(each for each in CHECKS if each.code == "CANNOT_JUDGE")
+            _add(findings, source, Fault(reason, "files as known tools write them"), failed, typed)
+    return sorted(findings, key=lambda finding: _RANK(finding.severity))
 
 
-def _faults(each: Check, source: Source) -> Iterator[tuple[Fault, Check]]:
-    try:
-        if all(need(source) for need in each.needs):
-            for fault in each.run(source):
-                yield fault, each
-    except CANNOT_GO_ON as error:
-        # An error: a folder that cannot be checked must never pass.
-        name = each.module.rpartition(".")[2]
-        reason = f"{name}: {type(error).__name__}: {error}"
-        failed = next(each for each in CHECKS if each.code == "CANNOT_JUDGE")
-        yield Fault(reason, "files as known tools write them"), failed
-
-
-def _finding(fault: Fault, by: Check, source: Source, fix: str) -> Finding:
-    first = source.tensors.get(fault.tensors[0]) if fault.tensors else None
-    return Finding(
+def _add(
+    findings: dict[Finding, None], source: Source, fault: Fault, by: Check, typed: dict[str, str]
+) -> None:
+    file, weights = fault.file, source.weights
+    if fault.tensors and not file:  # names of modules are in the only file of an adapter
+        file = weights.file_of.get(
+            fault.tensors[0], (*weights.files, "")[0] if source.is_adapter else ""
+        )
+    finding = Finding(
         by.code,
         fault.severity or by.severity,
-        printable(fault.file or (first.file if first is not None else "")),
+        printable(file),
         some(fault.tensors) if fault.tensors else "",
         printable(fault.actual),
         printable(fault.expected),
         fault.why or by.why,
-        fault.fix or fix,
+        fault.fix or by.fix.format_map(typed),
         fault.repairable,
     )
+    findings.setdefault(finding)
+    source.codes[by.code] = min(source.codes.get(by.code, INFO), finding.severity, key=_RANK)
+    source.explained.update(fault.tensors)

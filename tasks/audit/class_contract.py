@@ -37,8 +37,8 @@ def can_be_built(source: Source) -> bool:
     return served and plain and bool(name) and len(source.tensors) <= _MAX_TENSORS
 
 
-_RESULTS: dict[tuple[str, bytes, bytes], Any] = {}
-"""The last few results by function, config.json and shapes: source and base often share them."""
+_RESULTS: dict[bytes, Any] = {}
+"""The last results by function, config.json and shapes: source and base often share them."""
 _MOST_RESULTS = 4
 
 
@@ -52,8 +52,8 @@ def perform_apart(function: Callable[[*Arguments], T], *arguments: *Arguments) -
     if function.__name__ == model_facts.__name__ and (known := known_facts(*call)) is not None:
         return cast("T", known)
     folder, *rest = call
-    config = (folder / CONFIG).read_bytes() if isinstance(folder, Path) else pickle.dumps(folder)
-    key = function.__name__, config, pickle.dumps(rest)
+    config = (folder / CONFIG).read_bytes() if isinstance(folder, Path) else folder
+    key = pickle.dumps((function.__name__, config, rest))
     if key not in _RESULTS:
         result = _in_child(function, call)
         if len(_RESULTS) == _MOST_RESULTS:

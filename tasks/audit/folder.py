@@ -18,18 +18,15 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json, read_text
-from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.reader import index_of, is_plain_name, read_header
 from tasks.weights.files.side_files import entry_problem
-from tasks.weights.files.tensors import Tensor
+from tasks.weights.files.tensors import Tensor, Tensors, size_of
 from tasks.weights.pickled.torch_file import nested_in, read_torch_file
 
 MAX_ENTRIES = 50_000
@@ -39,43 +36,27 @@ MAX_TEXT_BYTES = 4 << 20
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The content of a folder, by path relative to it.
-
-    Attributes:
-        files: size in bytes of every regular file.
-        odd: broken links, links to folders, folders nested too deep; with the reason.
-        unsafe: links that lead out, pipes, sockets, devices, endless listings; with the reason.
-    """
-
-    files: dict[str, int] = field(default_factory=dict)
-    folders: list[str] = field(default_factory=list)
-    odd: dict[str, str] = field(default_factory=dict)
-    unsafe: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
 class Folder:
     """An untrusted folder; a missing or unusable file reads as an empty document.
 
     Attributes:
+        files: size in bytes of every regular file, by path relative to the folder.
+        folders: paths of its subfolders.
+        odd: broken links, links to folders, folders nested too deep; with the reason.
+        unsafe: links that lead out, pipes, sockets, devices, endless listings; with the reason.
         wrong: reason by name for each file that exists and is unusable; filled when files are read.
     """
 
-    root: Path
-    wrong: dict[str, str] = field(default_factory=dict)
-    _read: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def listing(self) -> Listing:
-        """The content of the folder. Raises ArtifactError if it cannot be listed."""
-        return list_folder(self.root)
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        """Size in bytes of every regular file, by path relative to the folder."""
-        return self.listing.files
+    def __init__(self, root: Path) -> None:
+        """List the folder. Raises ArtifactError if it does not exist or cannot be read."""
+        self.root = root
+        self.files: dict[str, int] = {}
+        self.folders: list[str] = []
+        self.odd: dict[str, str] = {}
+        self.unsafe: dict[str, str] = {}
+        self.wrong: dict[str, str] = {}
+        self._read: dict[str, Any] = {}
+        self._list()
 
     def here(self) -> Iterator[str]:
         """Yield the names of files directly in the folder."""
@@ -100,76 +81,55 @@ class Folder:
         result: _T = self._read[name]
         return result
 
+    def _list(self) -> None:
+        """List breadth first, within `MAX_ENTRIES` and `MAX_DEPTH`."""
+        count, queue = 0, deque([""])
+        while queue:
+            at = queue.popleft()
+            try:
+                with os.scandir(self.root / at) as entries:
+                    some = sorted(islice(entries, MAX_ENTRIES + 1), key=lambda entry: entry.name)
+            except OSError as error:
+                if not at:
+                    text = f"{self.root}: cannot be read: {error.strerror}"
+                    raise ArtifactError(text) from error
+                self.odd[at.rstrip("/")] = f"cannot be read: {error.strerror}"
+                continue
+            for entry in some:
+                count += 1
+                if count > MAX_ENTRIES:
+                    self.unsafe[""] = f"more than {MAX_ENTRIES} files; the rest not listed"
+                    return
+                if self._add(entry, f"{at}{entry.name}"):
+                    queue.append(f"{at}{entry.name}/")
+
+    def _add(self, entry: os.DirEntry[str], name: str) -> bool:
+        """Add an entry. Returns True for a folder to list."""
+        try:
+            info = entry.stat()  # follows links to files, of which hub caches consist
+        except OSError as error:
+            self.odd[name] = f"a broken link: {error.strerror}"
+            return False
+        if entry.is_symlink() and (problem := entry_problem(self.root / name, self.root)):
+            self.unsafe[name] = problem
+        elif stat.S_ISREG(info.st_mode):
+            self.files[name] = info.st_size
+        elif not stat.S_ISDIR(info.st_mode):
+            self.unsafe[name] = "a pipe, a socket or a device"
+        elif entry.is_symlink():
+            self.odd[name] = "a link to a folder, which is not followed"
+        elif name.count("/") + 1 >= MAX_DEPTH:
+            self.odd[name] = "nested too deep"
+        else:
+            self.folders.append(name)
+            return True
+        return False
+
 
 def by_number(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders `checkpoint-500` before `checkpoint-1000`."""
     parts = re.split(r"(\d{1,12})", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-
-
-def list_folder(root: Path) -> Listing:
-    """List a folder breadth first, within `MAX_ENTRIES` and `MAX_DEPTH`.
-
-    Raises:
-        ArtifactError: the folder does not exist, is not a folder, or cannot be read.
-    """
-    listing, count, queue = Listing(), 0, deque([""])
-    while queue and count <= MAX_ENTRIES:
-        at = queue.popleft()
-        try:
-            with os.scandir(root / at) as entries:
-                some = islice(entries, MAX_ENTRIES + 1)
-                for entry in sorted(some, key=lambda entry: entry.name):
-                    count += 1
-                    if count > MAX_ENTRIES:
-                        listing.unsafe[""] = f"more than {MAX_ENTRIES} files; the rest not listed"
-                        break
-                    if _add(listing, root, entry, f"{at}{entry.name}"):
-                        queue.append(f"{at}{entry.name}/")
-        except OSError as error:
-            if not at:
-                raise ArtifactError(f"{root}: cannot be read: {error.strerror}") from error
-            listing.odd[at.rstrip("/")] = f"cannot be read: {error.strerror}"
-    return listing
-
-
-def _add(listing: Listing, root: Path, entry: os.DirEntry[str], name: str) -> bool:
-    """Add an entry to the listing. Returns True for a folder to list."""
-    try:
-        info = entry.stat()  # follows links to files, of which hub caches consist
-    except OSError as error:
-        listing.odd[name] = f"a broken link: {error.strerror}"
-        return False
-    if entry.is_symlink() and (problem := entry_problem(root / name, root)):
-        listing.unsafe[name] = problem
-    elif stat.S_ISREG(info.st_mode):
-        listing.files[name] = info.st_size
-    elif not stat.S_ISDIR(info.st_mode):
-        listing.unsafe[name] = "a pipe, a socket or a device"
-    elif entry.is_symlink():
-        listing.odd[name] = "a link to a folder, which is not followed"
-    elif name.count("/") + 1 >= MAX_DEPTH:
-        listing.odd[name] = "nested too deep"
-    else:
-        listing.folders.append(name)
-        return True
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Header of one tensor. `start` is -1 if the tensor is not contiguous."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-    nbytes: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
 
 
 @dataclass
@@ -180,23 +140,26 @@ class Weights:
         single: its name as a single file: "model.safetensors", "adapter_model.bin".
         files: names of its files.
         index: file by tensor name, from its index; None without a usable index.
-        tensors: headers by tensor name; the first one of a duplicate name.
-        twice: (tensor, file, other file) of duplicate names.
+        tensors: headers by tensor name; the first one of a duplicate name. One of a pickle whose
+            elements are not in order has no extents.
+        file_of: file by tensor name.
+        twice: (file, other file) by duplicate name.
         absent: files that the index names and that do not exist.
         strange: names in the index that are not plain file names.
         unread: reason by name for each unreadable file.
-        others: names of entries that are not tensors, by `.bin` file.
+        others: names of entries of `.bin` files that are not tensors.
     """
 
     single: str
     files: tuple[str, ...] = ()
     index: Mapping[str, str] | None = None
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    twice: list[tuple[str, str, str]] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    file_of: dict[str, str] = field(default_factory=dict)
+    twice: dict[str, tuple[str, str]] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
     strange: tuple[str, ...] = ()
     unread: dict[str, str] = field(default_factory=dict)
-    others: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
 
     @property
     def is_pickled(self) -> bool:
@@ -206,13 +169,12 @@ class Weights:
     @property
     def is_whole(self) -> bool:
         """True if every file could be read, so that an absent tensor really is missing."""
-        unknown = self.absent or self.unread or self.strange
-        return bool(self.files) and not unknown
+        return bool(self.files) and not (self.absent or self.unread or self.strange)
 
     @property
     def nbytes(self) -> int:
         """Size of all tensors in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        return size_of(self.tensors)
 
 
 def open_weights(folder: Folder, single: str) -> Weights:
@@ -227,15 +189,15 @@ def open_weights(folder: Folder, single: str) -> Weights:
         path = folder.root / name
         try:
             safe = name.endswith(".safetensors")
-            tensors = _safetensors(path, name) if safe else _pickle(path, name, weights)
+            tensors = read_header(path).tensors if safe else _pickle(path, weights)
         except ArtifactError as error:
             weights.unread[name] = error.message.removeprefix(f"{path}: ")
             continue
         for key, tensor in tensors.items():
             if key in weights.tensors:
-                weights.twice.append((key, weights.tensors[key].file, name))
+                weights.twice[key] = weights.file_of[key], name
             else:
-                weights.tensors[key] = tensor
+                weights.tensors[key], weights.file_of[key] = tensor, name
     return weights
 
 
@@ -258,24 +220,11 @@ def _unlisted(folder: Folder, single: str) -> list[str]:
     return [name for name in folder.here() if pattern.fullmatch(name)]
 
 
-def _safetensors(path: Path, name: str) -> dict[str, StoredTensor]:
-    return {
-        key: StoredTensor(name, info.shape, info.dtype, info.extents[0].start, info.nbytes)
-        for key, info in read_header(path).tensors.items()
-    }
-
-
-def _pickle(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:
+def _pickle(path: Path, into: Weights) -> Tensors:
     content = read_torch_file(path)
     if not isinstance(content, dict):
         raise ArtifactError(f"{path}: contains a {type(content).__name__}, not a state dict")
     if key := nested_in(content):
         raise ArtifactError(f"{path}: a trainer's checkpoint: save what is under the key {key!r}")
-    refs = {str(key): ref for key, ref in content.items() if isinstance(ref, Tensor)}
-    into.others[name] = tuple(str(key) for key in content if str(key) not in refs)
-    tensors = {}
-    for key, ref in refs.items():
-        nbytes = ref.numel * ITEM_BITS[ref.dtype] // 8
-        start = ref.extents[0].start if ref.extents else -1
-        tensors[key] = StoredTensor(name, ref.shape, ref.dtype, start, nbytes)
-    return tensors
+    into.others += [str(key) for key, value in content.items() if not isinstance(value, Tensor)]
+    return {str(key): value for key, value in content.items() if isinstance(value, Tensor)}

@@ -14,9 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-DEFAULT_LORA_RANK = 16
-"""Default of vLLM's `--max-lora-rank`."""
-
 
 @dataclass(frozen=True)
 class Known:
@@ -25,14 +22,12 @@ class Known:
     Attributes:
         last_version: for each class that vLLM removed, the last version that had it.
         suffixes: endings of class names that vLLM treats as interchangeable.
-        lora_ranks: largest ranks that vLLM can be started with.
     """
 
     vllm: str
     served: frozenset[str]
     last_version: Mapping[str, str]
     suffixes: tuple[str, ...]
-    lora_ranks: tuple[int, ...]
     kinds: Mapping[str, frozenset[str]]
 
     @property
@@ -68,7 +63,6 @@ def known() -> Known:
         served=frozenset(vllm["classes"]),
         last_version=vllm["last_version"],
         suffixes=tuple(vllm["suffixes"]),
-        lora_ranks=tuple(vllm["lora_ranks"]),
         kinds={kind: frozenset(names) for kind, names in transformers["classes"].items()},
     )
 

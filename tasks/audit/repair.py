@@ -25,17 +25,15 @@ from tasks.weights.validate import validate
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _NOT_COPIED = (*_PICKLES, ".safetensors", ".index.json")
 _MAX_SHARD_BYTES = 5_000_000_000
-_SHOWN = 50
 _INPUT = "source"
 
 
 @dataclass(frozen=True)
 class Repaired:
-    """The new folder, the changes, one line each, and the remaining findings, no errors."""
+    """The new folder, and the changes, one line each."""
 
     artifact: Artifact
     done: tuple[str, ...]
-    findings: tuple[Finding, ...]
 
 
 def is_repairable(source: Source, findings: Sequence[Finding]) -> bool:
@@ -53,12 +51,18 @@ def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
         ContractError: something cannot be repaired without inventing data; lists every reason.
         ArtifactError: a file cannot be read or written.
     """
-    _require_free(root, out)
+    if _within(out, root) or _within(root, out):
+        raise ConfigError(
+            f"out_dir={out} and source={root}: one contains the other; the source is never changed",
+            hint="out_dir=<a folder elsewhere>",
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out_dir={out} is not empty", hint="out_dir=<a new folder>")
     source = open_source(root, base, values=False)
     findings = examine(source)
     if not (source.is_model or source.is_adapter):
         raise ContractError(
-            f"{root}: {source.recognised.what}: only models and adapters are repaired",
+            f"{root}: {source.what}: only models and adapters are repaired",
             details=_lines(errors_of(findings)),
         )
     errors = [finding for finding in errors_of(findings) if not finding.repairable]
@@ -66,7 +70,7 @@ def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
     if reasons:
         raise ContractError(
             f"{root}: not everything can be repaired without loss: {first_and_more(reasons)}",
-            details=reasons[:_SHOWN],
+            details=reasons,
             hint=errors[0].fix if errors else "",
         )
     done = [f"{finding.code}: {finding.found}" for finding in findings if finding.repairable]
@@ -77,22 +81,21 @@ def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
 
 def _write(source: Source, out: Path, done: list[str]) -> Repaired:
     kind, stem = ("adapter", "adapter_model") if source.is_adapter else ("weights", "model")
-    names = new_names(source)
+    names, folder = new_names(source), source.folder
     renamed = [f"{old} is now {new}" for new, old in names.items() if new != old]
     done += [first_and_more(renamed)] if renamed else []
-    tensors = {new: source.readable[old] for new, old in names.items()}
+    tensors = {new: source.tensors[old] for new, old in names.items()}
     plan = Plan(as_is(tensors, _INPUT).ops, max_shard_bytes=_MAX_SHARD_BYTES)
     out.parent.mkdir(parents=True, exist_ok=True)
     with staging(out) as work:
         validate(plan, {_INPUT: tensors}, out=work)
         execute(plan, {_INPUT: tensors}, work, stem=stem)
-        folder = source.folder
-        copied = [name for name in folder.files if _is_copied(name)]
-        for name in copied:
-            (work / name).parent.mkdir(parents=True, exist_ok=True)
-            copy_side_file(folder.root / name, work / name, folder.root)
-        lost = [name for name in folder.files if "/" in name and name not in copied]
-        done += [f"left out {first_and_more(lost)}"] if lost else []
+        for name in folder.files:
+            if _is_copied(name):
+                (work / name).parent.mkdir(parents=True, exist_ok=True)
+                copy_side_file(folder.root / name, work / name, folder.root)
+            elif "/" in name:
+                done.append(f"left out: {name}")
         base = source.base.folder.root if source.base is not None else None
         findings = examine(open_source(work, base, values=False))
         if errors := errors_of(findings):
@@ -102,7 +105,7 @@ def _write(source: Source, out: Path, done: list[str]) -> Repaired:
         notes = {"repaired": done}
         artifact = publish(work, out, Origin(kind, "audit", out.name, notes=notes))
     open_up(out)
-    return Repaired(artifact, tuple(done), tuple(findings))
+    return Repaired(artifact, tuple(done))
 
 
 def _is_copied(name: str) -> bool:
@@ -112,14 +115,8 @@ def _is_copied(name: str) -> bool:
     return not (name.endswith(left_out) or hidden or name == MANIFEST)
 
 
-def _require_free(root: Path, out: Path) -> None:
-    if out.resolve().is_relative_to(root.resolve()) or root.resolve().is_relative_to(out.resolve()):
-        raise ConfigError(
-            f"out_dir={out} and source={root}: one contains the other; the source is never changed",
-            hint="out_dir=<a folder elsewhere>",
-        )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out_dir={out} is not empty", hint="out_dir=<a new folder>")
+def _within(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _lines(findings: Sequence[Finding]) -> list[str]:

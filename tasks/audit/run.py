@@ -12,9 +12,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from tasks.audit.check import Finding, Severity, errors_of, examine, printable
@@ -22,8 +21,7 @@ from tasks.audit.repair import is_repairable
 from tasks.audit.source import command, commands, open_source
 from tasks.core.terminal import plain
 
-_WIDTH, _INDENT = 110, 20
-_UNREADABLE = ("WEIGHTS_MISSING", "INDEX_WRONG", "INDEX_MISSING_FILE")
+_UNREADABLE = ("FILE_MISSING", "INDEX_WRONG")
 """Errors of a base that cannot be compared with anything."""
 
 
@@ -77,15 +75,15 @@ class Report:
         }
 
     def text(self) -> str:
-        """Return the report for a terminal: kind, table of findings with explanations, counts."""
+        """Return the report for a terminal: kind, findings with explanations, counts."""
         unread = "" if self.values else "; headers only, values=true reads the weights, too"
-        end = [f"\n{self.counts} in {self.seconds:.1f} s{unread}"]
+        lines = [f"{self.source}: {self.what}", *_lines(self.findings)]
+        lines += ["", f"{self.counts} in {self.seconds:.1f} s{unread}"]
         if self.mendable:
-            end.append(f"a copy without the errors: {self.mending}")
-        lines = [f"{self.source}: {self.what}", *_table(self.findings), *end]
+            lines.append(f"a copy without the errors: {self.mending}")
         if self.of_base is not None and self.of_base.errors:
             lines += ["", f"{self.of_base.source}: the base, not the {self.kind}:"]
-            lines += [*_table(self.of_base.errors), "", self.of_base.command]
+            lines += [*_lines(self.of_base.errors), "", self.of_base.command]
         return plain("\n".join(lines))
 
     @property
@@ -136,48 +134,32 @@ def audit(
     began = time.perf_counter()
     if values is None and adapter is not None:
         values = True
-    opened = open_source(source, base, values=values, adapter=adapter)
-    of_base = None
+    opened, of_base = open_source(source, base, values=values, adapter=adapter), None
     if opened.base is not None and not opened.base.is_adapter and not alone:
         of_base = audit(opened.base.folder.root, values=values)
         if any(finding.code in _UNREADABLE for finding in of_base.errors):
-            opened = replace(opened, base=None)  # its gaps would be reported as the source's
-    opened = replace(opened, planned=of_base is not None and of_base.ok)
+            opened.base = None  # its gaps would be reported as the source's
+        opened.planned = of_base.ok
     findings = tuple(examine(opened))
-    mendable = is_repairable(opened, findings)
-    seconds = time.perf_counter() - began
-    what = printable(opened.recognised.what)
-    read = opened.is_read or not opened.tensors
-    used = "" if opened.base is None else str(opened.base.folder.root)
-    kind = opened.kind.value
-    return Report(str(source), kind, what, findings, seconds, mendable, read, used, of_base)
+    return Report(
+        str(source),
+        opened.kind.value,
+        printable(opened.what),
+        findings,
+        time.perf_counter() - began,
+        is_repairable(opened, findings),
+        opened.is_read or not opened.tensors,
+        "" if opened.base is None else str(opened.base.folder.root),
+        of_base,
+    )
 
 
-def _table(findings: tuple[Finding, ...]) -> Iterator[str]:
-    if not findings:
-        return
-    code = max(len(finding.code) for finding in findings)
-    yield f"\n{'severity':<9} {'code':<{code}}  where"
-    yield "-" * _WIDTH
+def _lines(findings: tuple[Finding, ...]) -> Iterator[str]:
     explained: set[str] = set()
     for finding in findings:
-        yield f"{finding.severity.value:<9} {finding.code:<{code}}  {finding.where}"
+        yield f"\n{finding.severity.value:<8} {finding.code}  {finding.where}"
         names = ["found", "expected", "why", "fix"]
         if finding.code in explained:  # all findings of a code have the same reason
             names.remove("why")
         explained.add(finding.code)
-        for name in names:
-            yield from _entry(name, getattr(finding, name))
-
-
-def _entry(name: str, text: str) -> Iterator[str]:
-    """Yield a text under its name; a command is one line, to be copied."""
-    sentence, begin, command = text.partition("plumbline ")
-    first, indent = f"{'':<9} {name:<9} ", " " * _INDENT
-    lines = wrap(
-        sentence, _WIDTH, initial_indent=first, subsequent_indent=indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-    yield from lines
-    if begin:
-        yield f"{indent if lines else first}{begin}{command}"
+        yield from (f"  {name + ':':<10}{getattr(finding, name)}" for name in names)

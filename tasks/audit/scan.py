@@ -51,7 +51,7 @@ def scan(source: Source) -> Mapping[str, Seen]:
     Raises:
         ArtifactError: a file is shorter than its header says.
     """
-    names = [name for name, tensor in source.tensors.items() if tensor.start >= 0]
+    names = [name for name, tensor in source.tensors.items() if tensor.extents]
     names.sort(key=lambda name: -source.tensors[name].nbytes)
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
@@ -64,7 +64,7 @@ def _scan(source: Source, name: str) -> Seen:
     row = row if row <= _BLOCK else 0
     step = _BLOCK // row * row if row else _BLOCK
     buffer: NDArray[np.uint8] = np.empty(min(step, tensor.nbytes), np.uint8)
-    with Reader(source.extents(name)) as reader:
+    with Reader(tensor.extents) as reader:
         for at in range(0, reader.nbytes, step):
             part = buffer[: reader.nbytes - at]
             reader.into(part, at)
@@ -125,7 +125,8 @@ def differ(a: tuple[Source, str], b: tuple[Source, str]) -> bool:
     Raises ArtifactError if a file cannot be read, or a tensor is not contiguous.
     """
     (source, key), (source2, key2) = a, b
-    with Reader(source.extents(key)) as first, Reader(source2.extents(key2)) as second:
+    ours, theirs = source.tensors[key], source2.tensors[key2]
+    with Reader(ours.extents) as first, Reader(theirs.extents) as second:
         for at in range(0, first.nbytes, _BLOCK):
             size = min(_BLOCK, first.nbytes - at)
             if not np.array_equal(first.read(at, size), second.read(at, size)):

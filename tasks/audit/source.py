@@ -1,4 +1,4 @@
-"""The opened source that every check reads.
+"""The opened and recognised folder that every check reads.
 
 source = open_source(Path("ckpt"), base=None)
 source.kind is Kind.ADAPTER
@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasks.audit.folder import Folder, StoredTensor, Weights, open_weights
-from tasks.core.errors import ArtifactError
+from tasks.audit.folder import Folder, Weights, open_weights
 from tasks.core.terminal import typed
 from tasks.weights.files.documents import MANIFEST, own_manifest
 from tasks.weights.files.reader import index_of
-from tasks.weights.files.tensors import Extent, Tensor, Tensors
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.heads import OPENRLHF, SIDE_FILES, architectures, wrapped_class
 from tasks.weights.shards import PARTITIONS
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MODELS = ("model.safetensors", "pytorch_model.bin")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+READ_BYTES = 2 << 30
+"""Most bytes of weights that are read unless `values` says otherwise."""
+_T = TypeVar("_T")
 
 
 class Kind(StrEnum):
@@ -45,28 +47,105 @@ class Kind(StrEnum):
     NOTHING = "nothing"
 
 
-@dataclass(frozen=True)
-class Recognised:
-    """The kind of a folder and its description.
+@dataclass
+class Source:
+    """A recognised folder, and the base to compare it with.
 
     Attributes:
-        what: for people, without the folder's name.
+        what: description for people, without the folder's name.
         weights: its tensors; empty for kinds that are not read by headers.
         manifest: the manifest of a Plumbline artifact; empty for other folders.
         beside: descriptions of trainer checkpoints in the same folder.
+        base: the base model, opened in the same way; None if there is none.
+        values: True to read tensor data, False for headers only; None reads up to `READ_BYTES`.
+        adapter: folder of the adapter that was merged into the base; None if unknown.
+        planned: True to plan the merge of an adapter, too, if nothing else is wrong with it.
+        codes: worst severity of each code that was reported so far.
+        explained: names of the tensors in these findings.
     """
 
+    folder: Folder
     kind: Kind
     what: str
-    weights: Weights = field(default_factory=lambda: Weights(""))
-    manifest: Mapping[str, Any] = field(default_factory=dict)
+    weights: Weights
+    manifest: Mapping[str, Any]
     beside: tuple[str, ...] = ()
+    base: Source | None = None
+    values: bool | None = None
+    adapter: Path | None = None
+    planned: bool = False
+    codes: dict[str, Any] = field(default_factory=dict)
+    explained: set[str] = field(default_factory=set)
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def once(self, make: Callable[[Source], _T]) -> _T:
+        """Return `make(source)`, which is computed once and shared by the checks."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        result: _T = self._made[make]
+        return result
+
+    @property
+    def is_adapter(self) -> bool:
+        """True if it is a PEFT adapter."""
+        return self.kind is Kind.ADAPTER
+
+    @property
+    def is_model(self) -> bool:
+        """True if it is a full model, with or without a reward or value head."""
+        return self.kind in (Kind.MODEL, Kind.REWARD, Kind.VALUE)
+
+    @property
+    def is_read(self) -> bool:
+        """True if the data of its tensors is read."""
+        small = self.weights.nbytes <= READ_BYTES
+        return bool(self.tensors) and (small if self.values is None else self.values)
+
+    @property
+    def has_base(self) -> bool:
+        """True if there is a full model to compare it with."""
+        return self.base is not None and self.base.is_model
+
+    @property
+    def tensors(self) -> Tensors:
+        """Headers of its tensors; hashes in the manifest of an audited folder are not read."""
+        return self.weights.tensors
+
+    def config(self, name: str = CONFIG) -> Mapping[str, Any]:
+        """Return a JSON document of the folder; empty if there is no usable one."""
+        return self.folder.json(name)
 
 
-def recognise(folder: Folder) -> Recognised:
+def open_source(
+    root: Path,
+    base: Path | None = None,
+    *,
+    values: bool | None = None,
+    adapter: Path | None = None,
+) -> Source:
+    """Open a folder and its base: the one in `base`, else the one that an adapter names.
+
+    Raises:
+        ArtifactError: the folder or the base does not exist or cannot be listed.
+    """
+    source = recognise(root.absolute())  # a child process in another folder reads it, too
+    base = base or (_named_base(source.folder) if source.is_adapter else None)
+    if base is not None:
+        source.base = recognise(base.absolute())
+        source.base.values = values
+    source.values, source.adapter = values, adapter
+    return source
+
+
+def recognise(root: Path) -> Source:
     """Recognise a folder by file names, then configuration and headers. Raises ArtifactError."""
+    folder = Folder(root)
     manifest = own_manifest(folder.json(MANIFEST))
-    states = _states(folder)
+    states = tuple(
+        what
+        for what, pattern in _STATES.items()
+        if any(re.fullmatch(pattern, name) for name in folder.files)
+    )
     adapter, model = _open_first(folder, ADAPTERS), _open_first(folder, MODELS)
     # Shards have an adapter_config.json beside them, which gathering uses.
     parts, weights = PARTITIONS in folder.files, Weights("")
@@ -83,9 +162,9 @@ def recognise(folder: Folder) -> Recognised:
         kind, what = Kind.SHARDS, _shards(folder)
     elif states:
         kinds = {"DeepSpeed": Kind.DEEPSPEED, "torch distributed": Kind.DISTRIBUTED}
-        what = states[0]
+        what, *rest = states
         kind = next((kind for part, kind in kinds.items() if part in what), Kind.FOREIGN)
-        states = states[1:]
+        states = tuple(rest)
     else:
         kind = Kind.NOTHING
         what = "a configuration without weights" if CONFIG in folder.files else "nothing known"
@@ -93,7 +172,19 @@ def recognise(folder: Folder) -> Recognised:
             what = f"a Plumbline artifact of kind {manifest.get('kind')}"
     if manifest and weights.files:
         what = f"Plumbline artifact of kind {manifest.get('kind')}: {what}"
-    return Recognised(kind, what, weights, manifest, states)
+    return Source(folder, kind, what, weights, manifest, states)
+
+
+_STATES = {
+    # description: pattern of one of its files
+    "a DeepSpeed checkpoint": r"(.*/)?(zero/[^/]+/fp32|mp_rank_\d+_model_states"
+    r"|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states)\.pt",
+    "verl's FSDP shards": r"(.*/)?(actor/|critic/)?model_world_size_\d+_rank_\d+\.pt",
+    "a torch distributed (FSDP) checkpoint": r"(.*/)?__\d+_\d+\.distcp",
+    "a Megatron checkpoint": r"(.*/)?mp_rank_\d+(_\d+)?/model_optim_rng\.pt",
+    "a GGUF model": r"[^/]+\.gguf",
+    "a raw torch state dict": r"(.*/)?(consolidated|model|pytorch_model)[^/]*\.(pt|pth)",
+}
 
 
 def _open_first(folder: Folder, names: tuple[str, ...]) -> Weights | None:
@@ -151,152 +242,10 @@ def _model(folder: Folder, weights: Weights) -> tuple[Kind, str]:
 def _shards(folder: Folder) -> str:
     """Describe Plumbline's shards: of an adapter or of a full model."""
     partitions = folder.json(PARTITIONS)
-    rank = folder.json(ADAPTER_CONFIG).get("r")
-    of_rank = f" of rank {rank}" if type(rank) is int else ""
-    of = {"adapter": f" of a LoRA adapter{of_rank}", "full": " of a full model"}
     mode, ranks = partitions.get("mode"), partitions.get("world_size")
+    kinds = {"adapter": " of a LoRA adapter", "full": " of a full model"}
     count = f" of {ranks} ranks" if type(ranks) is int else ""
-    return f"Plumbline's shards{of.get(mode, '') if isinstance(mode, str) else ''}{count}"
-
-
-_STATES = {
-    # description: pattern of one of its files
-    "a DeepSpeed checkpoint": r"(.*/)?(zero/[^/]+/fp32|mp_rank_\d+_model_states"
-    r"|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states)\.pt",
-    "verl's FSDP shards": r"(.*/)?(actor/|critic/)?model_world_size_\d+_rank_\d+\.pt",
-    "a torch distributed (FSDP) checkpoint": r"(.*/)?__\d+_\d+\.distcp",
-    "a Megatron checkpoint": r"(.*/)?mp_rank_\d+(_\d+)?/model_optim_rng\.pt",
-    "a GGUF model": r"[^/]+\.gguf",
-    "a raw torch state dict": r"(.*/)?(consolidated|model|pytorch_model)[^/]*\.(pt|pth)",
-}
-
-
-def _states(folder: Folder) -> tuple[str, ...]:
-    """Return descriptions of trainer checkpoints in the folder."""
-    return tuple(
-        what
-        for what, pattern in _STATES.items()
-        if any(re.fullmatch(pattern, name) for name in folder.files)
-    )
-
-
-READ_BYTES = 2 << 30
-"""Most bytes of weights that are read unless `values` says otherwise."""
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Source:
-    """A recognised folder, and the base to compare it with.
-
-    Attributes:
-        base: the base model, opened in the same way; None if there is none.
-        values: True to read tensor data, False for headers only; None reads up to `READ_BYTES`.
-        adapter: folder of the adapter that was merged into the base; None if unknown.
-        planned: True to plan the merge of an adapter, too, if nothing else is wrong with it.
-        codes: worst severity of each code that was reported so far.
-        explained: names of the tensors in these findings.
-    """
-
-    folder: Folder
-    recognised: Recognised
-    base: Source | None = None
-    values: bool | None = None
-    adapter: Path | None = None
-    planned: bool = False
-    codes: dict[str, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-    explained: set[str] = field(init=False, default_factory=set, compare=False, repr=False)
-    _made: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)
-
-    def once(self, make: Callable[[Source], _T]) -> _T:
-        """Return `make(source)`, which is computed once and shared by the checks."""
-        if make not in self._made:
-            self._made[make] = make(self)
-        result: _T = self._made[make]
-        return result
-
-    @property
-    def kind(self) -> Kind:
-        """Kind of the folder."""
-        return self.recognised.kind
-
-    @property
-    def is_adapter(self) -> bool:
-        """True if it is a PEFT adapter."""
-        return self.kind is Kind.ADAPTER
-
-    @property
-    def is_model(self) -> bool:
-        """True if it is a full model, with or without a reward or value head."""
-        return self.kind in (Kind.MODEL, Kind.REWARD, Kind.VALUE)
-
-    @property
-    def is_read(self) -> bool:
-        """True if the data of its tensors is read."""
-        small = self.weights.nbytes <= READ_BYTES
-        return bool(self.tensors) and (small if self.values is None else self.values)
-
-    @property
-    def has_base(self) -> bool:
-        """True if there is a full model to compare it with."""
-        return self.base is not None and self.base.is_model
-
-    @property
-    def weights(self) -> Weights:
-        """Tensors of the source, from headers; empty for kinds that are not read by headers."""
-        return self.recognised.weights
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """Tensors of the source, by name."""
-        return self.recognised.weights.tensors
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """Return the file range of a tensor. Raises ArtifactError if it is not contiguous."""
-        tensor = self.tensors[name]
-        if tensor.start < 0:
-            raise ArtifactError(f"{tensor.file}: {name}: the tensor is not contiguous")
-        return (Extent(self.folder.root / tensor.file, tensor.start, tensor.nbytes),)
-
-    @property
-    def readable(self) -> Tensors:
-        """The same tensors for readers and plans. One that is not contiguous has no bytes.
-
-        Hashes in the manifest of an audited folder are not trusted.
-        """
-        root = self.folder.root
-        return {
-            name: Tensor(t.shape, t.dtype, (Extent(root / t.file, t.start, t.nbytes),))
-            if t.start >= 0
-            else Tensor(t.shape, t.dtype)
-            for name, t in self.tensors.items()
-        }
-
-    def config(self, name: str = "config.json") -> Mapping[str, Any]:
-        """Return a JSON document of the folder; empty if there is no usable one."""
-        return self.folder.json(name)
-
-
-def open_source(
-    root: Path,
-    base: Path | None = None,
-    *,
-    values: bool | None = None,
-    adapter: Path | None = None,
-) -> Source:
-    """Open a folder and its base: the one in `base`, else the one that an adapter names.
-
-    Raises:
-        ArtifactError: the folder or the base does not exist or cannot be listed.
-    """
-    folder = Folder(root.absolute())  # a child process in another folder reads it, too
-    recognised = recognise(folder)
-    base = base or (_named_base(folder) if recognised.kind is Kind.ADAPTER else None)
-    opened = None
-    if base is not None:
-        base_folder = Folder(base.absolute())
-        opened = Source(base_folder, recognise(base_folder), None, values)
-    return Source(folder, recognised, opened, values, adapter)
+    return f"Plumbline's shards{kinds.get(str(mode), '')}{count}"
 
 
 def _named_base(folder: Folder) -> Path | None:
@@ -314,9 +263,10 @@ def _named_base(folder: Folder) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    revision = revision if isinstance(revision, str) else None
     try:
-        config = try_to_load_from_cache(name, CONFIG, revision=revision)
+        config = try_to_load_from_cache(
+            name, CONFIG, revision=revision if isinstance(revision, str) else None
+        )
     except (OSError, ValueError):  # no id of a model
         return None
     return Path(config).parent if isinstance(config, str) else None
@@ -343,13 +293,6 @@ def deliver(root: object, base: object = None) -> str:
     return command("deliver", source=root, base=base, out=f"{root}-delivered")
 
 
-def commands_of(source: Source) -> dict[str, str]:
-    """Return the commands that a fix may name, with the folders of this audit."""
-    base = source.base.folder.root if source.base is not None else None
-    needs_base = source.is_adapter or base is not None
-    return commands(source.folder.root, base, source.adapter, needs_base=needs_base)
-
-
 def commands(
     root: object, base: object = None, adapter: object = None, *, needs_base: bool = True
 ) -> dict[str, str]:
@@ -363,5 +306,4 @@ def commands(
         "again": command("deliver", source=adapter, base=known, out=merged),
         "prove": command("audit", source=root, base=known, adapter=adapter, values=True),
         "with_base": command("audit", source=root, base=known),
-        "serve": f"vllm serve {base or '<base>'} --enable-lora --lora-modules tuned={root}",
     }

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.audit.folder import StoredTensor
 from tasks.audit.known import text_config
 from tasks.audit.source import Source
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
+from tasks.weights.files.tensors import Tensor, Tensors
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER
 
 _INFIX = re.compile(r"\.base_layer\.|\.modules_to_save\.[^.]+\.")
@@ -47,11 +47,11 @@ def adapter_name(key: str) -> str:
     return plain if plain.startswith(PEFT_PREFIX) else f"{PEFT_PREFIX}{plain}"
 
 
-def plain_tensors(source: Source) -> Mapping[str, StoredTensor]:
+def plain_tensors(source: Source) -> Tensors:
     """Return the tensors of a model under the names that they have without wrappers."""
     if not source.is_model:
         return source.tensors
-    names: dict[str, StoredTensor] = {}
+    names: dict[str, Tensor] = {}
     for key, tensor in source.tensors.items():
         if not _LEFT_BY_PEFT.search(key):
             names.setdefault(model_name(key), tensor)
@@ -110,7 +110,7 @@ class Embeddings:
     tied: bool | None
 
 
-def embeddings_of(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Embeddings:
+def embeddings_of(tensors: Tensors, config: Mapping[str, Any]) -> Embeddings:
     """Find the embeddings among a model's keys."""
     read = [settings.get("tie_word_embeddings") for settings in (config, text_config(config))]
     stated = {value for value in read if isinstance(value, bool)}
@@ -122,7 +122,7 @@ def embeddings_of(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
     return Embeddings(_find(tensors, _INPUT), _find(tensors, _OUTPUT), tied)
 
 
-def _find(tensors: Mapping[str, StoredTensor], leaves: tuple[str, ...]) -> str:
+def _find(tensors: Tensors, leaves: tuple[str, ...]) -> str:
     """Return the matrix with that name nearest to the top level; "" if several are equally near."""
     keys = [
         key

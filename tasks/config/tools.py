@@ -118,14 +118,6 @@ class Promote(Recorded):
 
 
 @dataclass(frozen=True)
-class Lineage(Recorded):
-    """Settings of `plumbline lineage`."""
-
-    source: str = MISSING  # models:/<name>/<number>, models:/<name>@<alias>, or a served folder
-    json: bool = False  # true: print the artifacts as JSON, for programs
-
-
-@dataclass(frozen=True)
 class Serve(Recorded):
     """Settings of `plumbline serve`; what begins with `-` goes to vLLM."""
 

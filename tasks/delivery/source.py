@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tasks.audit import source as audit_source
-from tasks.audit.folder import Folder
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.core.files import meant
@@ -65,7 +64,7 @@ def recognise(root: Path) -> Given:
     finished weights; name the folder of the states (`global_step...`) to deliver those.
     """
     try:
-        recognised = audit_source.recognise(Folder(root))
+        recognised = audit_source.recognise(root)
     except ArtifactError as error:
         missing = not root.is_dir()
         message = f"source={root}: no such folder" if missing else error.message

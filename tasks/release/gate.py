@@ -192,12 +192,12 @@ class Verdict:
     """Row of the gate's table; what is not known is None. `low` and `high` are a 95 % interval."""
 
     condition: str
-    value: float | None
-    limit: float | None
-    low: float | None
-    high: float | None
-    ok: bool
-    verdict: str
+    value: float | None = None
+    limit: float | None = None
+    low: float | None = None
+    high: float | None = None
+    ok: bool = False
+    verdict: str = "not measured"
 
 
 @dataclass(frozen=True)
@@ -250,15 +250,9 @@ def judge(
     Without a champion, conditions relative to it hold. `rows` is the hash of the evaluation rows.
     """
     verdicts = [_verdict(condition, metrics, numbers, champion, rows) for condition in asked]
-    failed = tuple(_reason(verdict) for verdict in verdicts if not verdict.ok)
-    return Gate(not failed, failed, tuple(verdicts))
-
-
-def _reason(verdict: Verdict) -> str:
-    value = "not measured" if verdict.value is None else f"{verdict.value:.6g}"
-    limit = "" if verdict.limit is None else f", and the limit is {verdict.limit:.6g}"
-    more = "" if verdict.verdict in ("failed", "not measured") else f" ({verdict.verdict})"
-    return f"{verdict.condition}: {value}{limit}{more}"
+    failed = (asdict(verdict) for verdict in verdicts if not verdict.ok)
+    reasons = tuple(table(list(failed)))
+    return Gate(not reasons, reasons, tuple(verdicts))
 
 
 def _verdict(
@@ -271,39 +265,31 @@ def _verdict(
     name, text = condition.name, str(condition)
     value = numbers.get(name)
     if value is None:
-        return Verdict(text, None, None, None, None, ok=False, verdict="not measured")
+        return Verdict(text)
     low, high = interval(name, value, metrics) or (None, None)
-    if condition.to == "champion" and champion is None:
-        return Verdict(text, value, None, low, high, ok=True, verdict="ok, no champion yet")
     to: float | None = 0.0
     problem = ""
     if condition.to == "base":
         to, problem = numbers.get(f"base:{name}"), "not measured of the base"
-    elif condition.to == "champion" and champion is not None:
+    elif condition.to == "champion":
+        if champion is None:
+            return Verdict(text, value, None, low, high, True, "ok, no champion yet")
         to, problem = champion.numbers.get(name), f"{champion.name} has no such number"
         if to is not None and name.startswith("eval.") and champion.rows != rows:
             to, problem = None, f"{champion.name} was evaluated on other rows"
     if to is None:
-        return Verdict(text, value, None, low, high, ok=False, verdict=problem)
+        return Verdict(text, value, None, low, high, False, problem)
     limit = condition.limit(to)
     ok = condition.holds(value, limit)
     noise = low is not None and high is not None and low < limit < high
     words = ("ok" if ok else "failed") + (", within noise" if noise else "")
-    return Verdict(text, value, limit, low, high, ok=ok, verdict=words)
+    return Verdict(text, value, limit, low, high, ok, words)
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """Yield the lines of the gate's table."""
-    cells = [("gate", "value", "95 % interval", "verdict")]
+    """Yield a line for each verdict: condition, value, 95 % interval, limit, result."""
     for row in rows:
-        ends = "" if row["low"] is None else f"{row['low']:.4g} to {row['high']:.4g}"
-        limit = "" if row["limit"] is None else f" = {row['limit']:.4g}"
-        relative = " champion" in str(row["condition"]) or " base" in str(row["condition"])
-        value = "" if row["value"] is None else f"{row['value']:.4g}"
-        condition = f"{row['condition']}{limit if relative else ''}"
-        cells.append((condition, value, ends, str(row["verdict"])))
-    widths = [max(len(row[i]) for row in cells) for i in range(3)]
-    for condition, value, ends, verdict in cells:
-        yield "  ".join(
-            [condition.ljust(widths[0]), value.rjust(widths[1]), ends.ljust(widths[2]), verdict]
-        )
+        value = "" if row["value"] is None else f" {row['value']:.6g}"
+        ends = "" if row["low"] is None else f" ({row['low']:.4g} to {row['high']:.4g})"
+        limit = "" if row["limit"] is None else f", and the limit is {row['limit']:.6g}"
+        yield f"{row['condition']}:{value}{ends}{limit}: {row['verdict']}"

@@ -25,11 +25,6 @@ TOKENIZER_CONFIG = {
     "eos_token": "<eos>", "chat_template": "{% for m in messages %}{{ m }}{% endfor %}",
     "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, "auto_map": {},
 }  # fmt: skip
-WRONG_VALUES: tuple[Any, ...] = (
-    None, 3, -1, 1 << 70, 1.5, float("inf"), True, "", "x", "\ud800", "a" * 5000, [], [[]], [3],
-    ["x"], {}, {"a": 1}, {"0": {}}, [{"a": []}]
-)  # fmt: skip
-"""Values that hardly any key of a configuration may have."""
 
 
 def config(**changes: Any) -> dict[str, Any]:

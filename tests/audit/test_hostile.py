@@ -106,11 +106,10 @@ def examined(root: Path, base: Path | None = None) -> set[str]:
 def test_patterns_without_end(tmp_path: Path) -> None:
     """Plain settings beside a pattern that is not tried are checked."""
     arrays = {key.replace("q_proj", "a" * 60): array for key, array in adapter_tensors().items()}
-    settings = {
-        "target_modules": BOMB, "exclude_modules": BOMB, "rank_pattern": {BOMB: 2},
-        "alpha_pattern": {BOMB: 2}, "layers_pattern": BOMB, "layers_to_transform": [0],
-        "lora_alpha": 0, "modules_to_save": ["lm_head"],
-    }  # fmt: skip
+    bombs = ("target_modules", "exclude_modules", "layers_pattern")
+    settings: dict[str, Any] = dict.fromkeys(bombs, BOMB)
+    settings |= {"rank_pattern": {BOMB: 2}, "alpha_pattern": {BOMB: 2}}
+    settings |= {"layers_to_transform": [0], "lora_alpha": 0, "modules_to_save": ["lm_head"]}
     root = make_adapter(tmp_path / "it", arrays, **settings)
     reported = examined(root, make_model(tmp_path / "base"))
     assert {"ADAPTER_CONFIG", "ADAPTER_SAVED"} <= reported
@@ -142,14 +141,8 @@ def endless_texts(root: Path) -> None:
     (root / "vocab.json").write_bytes(b'{"model": {"vocab": [' + b'["a",1],' * (6 << 20))
 
 
-def many_adapter_names(root: Path) -> None:
-    array = next(iter(adapter_tensors().values()))
-    at = "base_model.model." + "modules_to_save." * 2000
-    make_adapter(root, {f"{at}{number}.weight": array for number in range(200)})
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [names, numbers, template, endless_texts, many_adapter_names])
+@pytest.mark.parametrize("make", [names, numbers, template, endless_texts])
 def test_the_audit_stays_within_its_limits(make: Callable[[Path], None], tmp_path: Path) -> None:
     root, base = tmp_path / "it", make_model(tmp_path / "base")
     make(root)
@@ -169,14 +162,12 @@ class Hostile:
 def test_a_state_dict_inside_a_trainers_checkpoint(tmp_path: Path) -> None:
     import torch
 
-    for key in ("model", "state_dict", "module"):
-        root = make_model(tmp_path / key)
-        (root / "model.safetensors").unlink()
-        state = {name: torch.from_numpy(array) for name, array in tensors().items()}
-        torch.save({key: state, "epoch": 3, "optimizer": {}}, root / "pytorch_model.bin")
-        (finding,) = audit(root).errors
-        assert finding.code == "BAD_HEADER"
-        assert f"{key!r}" in finding.found
+    root = make_model(tmp_path / "it")
+    (root / "model.safetensors").unlink()
+    state = {name: torch.from_numpy(array) for name, array in tensors().items()}
+    torch.save({"module": state, "epoch": 3, "optimizer": {}}, root / "pytorch_model.bin")
+    (finding,) = audit(root).errors
+    assert (finding.code, "'module'" in finding.found) == ("BAD_HEADER", True)
 
 
 def test_every_file_is_judged_by_its_content(tmp_path: Path) -> None:

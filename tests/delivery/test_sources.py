@@ -163,7 +163,7 @@ def _several_wrappers(key: str) -> str:
 
 
 SOURCES: dict[str, Callable[[Place], Case]] = {
-    "LLaMA-Factory": _trainer(making.llamafactory, "out", "ADAPTER_IS_NO_MODEL", "PICKLE_CALLS"),
+    "LLaMA-Factory": _trainer(making.llamafactory, "out", "PICKLE_CALLS"),
     "OpenRLHF, ZeRO-3": _trainer(making.openrlhf_zero3, "ckpt", "PICKLED_WEIGHTS", "MIXTURE"),
     "a base in .bin files": _base_in_bin_files,
     "our shards": _our_shards,

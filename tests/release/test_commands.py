@@ -1,11 +1,10 @@
-"""`plumbline promote`, `lineage` and `serve` with a real registry."""
+"""`plumbline promote` and `serve` with a real registry."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,33 +85,6 @@ def test_promote_and_roll_back(registry: Path, typed: Command) -> None:
     (served / "config.json").write_bytes(good)
     assert typed("promote", "models:/toy/1", place)[0] == 0
     assert champion(registry) == "1"
-
-
-def test_lineage_ends_at_the_rows(registry: Path, typed: Command) -> None:
-    status, text = typed("lineage", "models:/toy/1", f"paths.runs={registry}")
-    assert status == 0, text
-    lines = text.splitlines()
-    assert lines[0].startswith("models:/toy/1")
-    assert [line.split()[0] for line in lines[1:]] == [
-        "served", "trained", "base", "data", "heldout.jsonl", "train.jsonl", "weights", "base",
-        "trained",
-    ]  # fmt: skip
-    dataset = registry / "artifacts" / "dataset" / ("d" * 20)
-    manifest = json.loads((dataset / "manifest.json").read_text())
-    rows = {name: entry["blake3"] for name, entry in manifest["files"].items()}
-    assert all(digest in text for digest in rows.values())
-
-    status, text = typed("lineage", "models:/toy/1", f"paths.runs={registry}", "json=true")
-    (data,) = [each for each in json.loads(text) if each["kind"] == "dataset"]
-    assert (data["digest"], data["rows"]) == (manifest["digest"], rows)
-
-    served = registry / "artifacts" / "served" / ("e2" * 20)
-    hidden = registry / "artifacts" / "dataset" / ".hidden"
-    shutil.move(dataset, hidden)
-    status, text = typed("lineage", str(served), f"paths.runs={registry}")
-    shutil.move(hidden, dataset)
-    assert status == 0
-    assert f"{manifest['digest'][:12]}  not in the store any more" in text
 
 
 def test_serve_leaves_memory_to_others_and_shows_the_command_that_it_becomes(

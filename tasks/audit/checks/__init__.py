@@ -1,11 +1,11 @@
 """Checks of an opened source, in the order of the report; see `tasks.audit.check`.
 
-folder, files, zero    the folder, its files, checkpoints that are not gathered
+folder, files          the folder, checkpoints that are not gathered, weight files
 names, heads           names and shapes of tensors, heads
 adapter, adapter_base  PEFT adapters, and how they fit their base
 templates, tokens      chat templates, tokenizers
 witness                the record that training left
-config, stored         settings; dtypes and quantisation
+config                 settings; dtypes and quantisation
 exports                GGUF files and Modelfiles
 values, merge          numbers: by themselves, against the base, against base and adapter
 """
@@ -14,7 +14,6 @@ from tasks.audit.checks import (  # isort: skip -- in the order of the report
     folder as folder,
     files as files,
     names as names,
-    zero as zero,
     heads as heads,
     adapter as adapter,
     adapter_base as adapter_base,
@@ -22,7 +21,6 @@ from tasks.audit.checks import (  # isort: skip -- in the order of the report
     tokens as tokens,
     witness as witness,
     config as config,
-    stored as stored,
     exports as exports,
     values as values,
     merge as merge,  # last: it plans a merge only if nothing else is wrong

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tasks.audit.check import ADAPTER, BASE, ERROR, WARNING, Fault, also, check
 from tasks.audit.checks.adapter import (
-    Pair,
     adapter_config,
     adapter_keys,
     is_cheap,
@@ -44,15 +43,13 @@ class Base:
         modules: shape of the weight of every module, by its name on disk.
         tails: the same by the end of the name (see `tail_of`); None if two modules share it, or if
             the module has no tensor `weight`.
+        vocabulary: names of both embeddings; a tied output embedding is not on disk.
     """
 
     modules: Mapping[str, tuple[int, ...]]
     tails: Mapping[str, tuple[int, ...] | None]
     embeddings: Embeddings
-
-    def shape_of(self, module: str) -> tuple[int, ...] | None:
-        """Return the shape of a module's weight; None if it is not known for certain."""
-        return self.modules.get(module) or self.tails.get(tail_of(module))
+    vocabulary: set[str]
 
     def has(self, module: str) -> bool:
         """Return True if it has the module, under this name or inside another model."""
@@ -60,26 +57,22 @@ class Base:
         tied = not self.embeddings.output and tail in _TIED
         return module in self.modules or tail in self.tails or tied
 
-    @property
-    def vocabulary(self) -> set[str]:
-        """Names of both embeddings; a tied output embedding is not on disk."""
-        both = (self.embeddings.input, self.embeddings.output or "lm_head.weight")
-        return {key.removesuffix(".weight") for key in both if key}
-
 
 def _modules(source: Source) -> Base:
     """Read the modules of the base from the shapes of its tensors."""
+    base = _base(source)
     modules: dict[str, tuple[int, ...]] = {}
     tails: dict[str, tuple[int, ...] | None] = {}
-    base = _base(source)
-    others = {tail_of(key.rpartition(".")[0]) for key in base.tensors}
     for key, tensor in base.tensors.items():
         module, _, part = key.rpartition(".")
         if part == "weight":
             modules[module], tail = tensor.shape, tail_of(module)
             tails[tail] = tensor.shape if tail not in tails else None
+    for key in base.tensors:
+        tails.setdefault(tail_of(key.rpartition(".")[0]), None)
     embeddings = embeddings_of(base.tensors, base.config())
-    return Base(modules, {**dict.fromkeys(others), **tails}, embeddings)
+    both = (embeddings.input, embeddings.output or "lm_head.weight")
+    return Base(modules, tails, embeddings, {key.removesuffix(".weight") for key in both if key})
 
 
 def _base(source: Source) -> Source:
@@ -99,7 +92,7 @@ def fits_base(source: Source) -> bool:
     "BASE_QUANTISED", ERROR, needs=(ADAPTER, BASE),
     why="the adapter can neither be merged into such weights nor compared with them",
     fix="take the unquantised model that it was made from as base=",
-    issues="ms-swift #7907, LLaMA-Factory #10328",
+    issues="ms-swift #7907, LLaMA-Factory #10328, unsloth-zoo PR #810, peft #2321, peft #2105",
 )  # fmt: skip
 def undecodable_base(source: Source) -> Iterator[Fault]:
     """A base whose quantised weights cannot be decoded."""
@@ -114,22 +107,20 @@ def undecodable_base(source: Source) -> Iterator[Fault]:
         yield Fault(f"{root}: {first_and_more(findings)}", remedy(root))
 
 
-@check(
-    "QLORA_BASE", WARNING, needs=(ADAPTER, BASE),
-    why="4-bit weights differ from 16-bit ones by more than most adapters change them",
-    fix="merge into the dequantised 4-bit base: {merge}",
-    issues="unsloth-zoo PR #810, peft #2321, peft #2105",
-)  # fmt: skip
+@also("BASE_QUANTISED", needs=(ADAPTER, BASE))
 def qlora_base(source: Source) -> Iterator[Fault]:
     """An adapter that was trained on a 4-bit base."""
     name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
     config = _base(source).config()
+    why = "4-bit weights differ from 16-bit ones by more than most adapters change them"
+    fix = "merge it with merge.base=dequantized, on the base that it was trained on"
+    text = ""
     if is_packed(config):
-        text, expected = f"a base of {stored(config)}", "a merge into the dequantised base"
-        yield Fault(text, expected, file=ADAPTER_CONFIG)
+        text = f"a base of {stored(config)}"
     elif isinstance(name, str) and name.lower().rstrip("/").endswith(("-bnb-4bit", "-4bit")):
         text = f"trained on {name}, but base is in 16 bits"
-        yield Fault(text, "the base that it was trained on, dequantised", file=ADAPTER_CONFIG)
+    if text:
+        yield Fault(text, "the dequantised base", ADAPTER_CONFIG, (), WARNING, why, fix)
 
 
 def _unknown(source: Source) -> list[str]:
@@ -150,24 +141,24 @@ def module_names(source: Source) -> Iterator[Fault]:
     keys, base, unknown = source.once(adapter_keys), source.once(_modules), source.once(_unknown)
     if unknown:
         text = f"{len(unknown)} of {len(keys.pairs)} pairs"
-        yield Fault(text, "modules of the base", keys.pairs[unknown[0]].file, unknown)
+        yield Fault(text, "modules of the base", tensors=unknown)
     # Without a task type it was trained without a head, under other names.
     if source.config(ADAPTER_CONFIG).get("task_type") != "FEATURE_EXTRACTION":
         renamed = {name: _meant(plain_module(name), base) for name in keys.pairs}
         if renamed and all(renamed.values()):
             name, right = next(iter(renamed.items()))
             actual, expected = f"{PEFT_PREFIX}{name}", f"{PEFT_PREFIX}{right}"
-            yield Fault(actual, expected, keys.pairs[name].file, list(renamed))
+            yield Fault(actual, expected, tensors=list(renamed))
     model, config = _base(source), _base(source).config()
     if not is_multimodal(config) or text_config(config).get("model_type") in _TEXT_NAMES_TAKEN:
         return
     wrapped = [key for key in model.tensors if _WRAPPED.match(key)]
     names = [name for name in keys.pairs if name.startswith(_TEXT)]
     if names and wrapped and not any(key.startswith(_TEXT) for key in model.tensors):
-        text, file = f"{names[0]}, a name of the text model", keys.pairs[names[0]].file
+        text = f"{names[0]}, a name of the text model"
         expected = f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}"
         why = "vLLM accepts it and applies only modules whose full names match, without a warning"
-        yield Fault(text, expected, file, names, WARNING, why)
+        yield Fault(text, expected, "", names, WARNING, why)
 
 
 def _meant(module: str, base: Base) -> str:
@@ -188,55 +179,53 @@ def _is_elsewhere(module: str) -> bool:
     "ADAPTER_SHAPE", ERROR, needs=(fits_base,),
     why="peft and vLLM refuse it with 'size mismatch': it was trained on another base",
     fix="pass the base that adapter_config.json names",
-    issues="LLaMA-Factory #4913",
+    issues="LLaMA-Factory #4913, LLaMA-Factory #3125, LLaMA-Factory #5262, LLaMA-Factory #3154",
 )  # fmt: skip
 def pair_shapes(source: Source) -> Iterator[Fault]:
-    """LoRA pairs whose sizes do not fit the base: one finding for each wrong size."""
+    """LoRA pairs, or embeddings, whose sizes do not fit the base: one finding for each size."""
     base, config = source.once(_modules), _base(source).config()
-    wrong: dict[tuple[str, str, str], list[str]] = {}
-    plain = stored(config) is None or is_fp8(config)  # its weights have the modules' shapes
-    for name, pair in source.once(adapter_keys).pairs.items() if plain else ():
-        shape, sizes = base.shape_of(plain_module(name)), _sizes(pair)
-        if shape is None or sizes is None or len(shape) != 2 or _is_elsewhere(name):
+    if stored(config) is not None and not is_fp8(config):
+        return  # packed weights have other shapes than their modules
+    wrong: dict[tuple[str, str], list[str]] = {}
+    for name, pair in source.once(adapter_keys).pairs.items():
+        module = plain_module(name)
+        shape = base.modules.get(module) or base.tails.get(tail_of(module))
+        if pair.a is None or pair.b is None or shape is None or _is_elsewhere(name):
             continue
-        if sizes not in (shape, shape[::-1]):  # GPT-2 stores layers and embeddings transposed
-            text = f"a pair for {list(sizes)}", f"{list(shape)}, as the base has", pair.file
+        if len(pair.a.shape) != 2 or len(pair.b.shape) != 2 or len(shape) != 2:
+            continue
+        sizes = pair.b.shape[0], pair.a.shape[1]
+        if 0 not in sizes and sizes not in (shape, shape[::-1]):  # GPT-2 stores layers transposed
+            text = f"a pair for {list(sizes)}", f"{list(shape)}, as the base has"
             wrong.setdefault(text, []).append(name)
-    for (actual, expected, file), names in wrong.items():
-        yield Fault(actual, expected, file, names)
+    for (actual, expected), names in wrong.items():
+        yield Fault(actual, expected, tensors=names)
 
 
-def _sizes(pair: Pair) -> tuple[int, int] | None:
-    """Return (out, in) of the weight that a LoRA pair belongs to; None if it is unknown."""
-    if pair.a is None or pair.b is None or len(pair.a.shape) != 2 or len(pair.b.shape) != 2:
-        return None
-    sizes = pair.b.shape[0], pair.a.shape[1]
-    return None if 0 in sizes else sizes
-
-
-@check(
-    "ADAPTER_VOCABULARY", WARNING, needs=(fits_base,),
-    why="the vocabulary grew: peft fails with 'size mismatch' unless the base is resized",
-    fix="resize the base before peft loads it, or merge it: {merge}",
-    issues="LLaMA-Factory #3125, LLaMA-Factory #5262, LLaMA-Factory #3154",
-)  # fmt: skip
+@also("ADAPTER_SHAPE", needs=(fits_base,))
 def grown_vocabulary(source: Source) -> Iterator[Fault]:
     """Embeddings in the adapter with another number of rows than the base."""
     keys, base = source.once(adapter_keys), source.once(_modules)
     if not base.embeddings.input:
         return
     rows = _base(source).tensors[base.embeddings.input].shape[0]
-    leaves = {name.rpartition(".")[2] for name in base.vocabulary}
     resized = [
         name
         for name, tensor in keys.whole.items()
-        if plain_module(name.rpartition(".")[0]).rpartition(".")[2] in leaves
+        if _leaf(name.rpartition(".")[0]) in {_leaf(each) for each in base.vocabulary}
         and len(tensor.shape) == 2
         and tensor.shape[0] not in (0, rows)
     ]
     if resized:
         count, names = keys.whole[resized[0]].shape[0], [keys.keys[name] for name in resized]
-        yield Fault(f"{count} rows", f"{rows}, as the base has", tensors=names)
+        why = "the vocabulary grew: peft fails with 'size mismatch' unless the base is resized"
+        fix = "resize the base before peft loads it, or merge it with Plumbline"
+        text = f"{rows} rows, as the base has"
+        yield Fault(f"{count} rows", text, "", names, WARNING, why, fix)
+
+
+def _leaf(module: str) -> str:
+    return plain_module(module).rpartition(".")[2]
 
 
 @check(
@@ -248,10 +237,9 @@ def grown_vocabulary(source: Source) -> Iterator[Fault]:
 def parted_tie(source: Source) -> Iterator[Fault]:
     """An adapter that changes one of two tied embeddings."""
     keys, base = source.once(adapter_keys), source.once(_modules)
-    leaves = {name.rpartition(".")[2] for name in base.vocabulary}
-    changed = {plain_module(name) for name in keys.pairs}
-    changed |= {plain_module(name.rpartition(".")[0]) for name in keys.whole}
-    touched = [name for name in sorted(changed) if name.rpartition(".")[2] in leaves]
+    leaves = {_leaf(name) for name in base.vocabulary}
+    changed = {*keys.pairs, *(name.rpartition(".")[0] for name in keys.whole)}
+    touched = sorted(plain_module(name) for name in changed if _leaf(name) in leaves)
     if touched and base.embeddings.tied:
         text = "changed by the adapter; the base ties both embeddings"
         yield Fault(text, "a merge that unties them, or training of both as one", tensors=touched)
@@ -265,12 +253,10 @@ def uncovered_modules(source: Source) -> Iterator[Fault]:
     patterns: list[str] = []
     for setting in (config.exclude_modules, config.layers_pattern, config.modules_to_save):
         patterns += [setting] if isinstance(setting, str) else setting
+    have = {plain_module(name) for name in keys.pairs}
     if isinstance(config.target_modules, str) or not is_cheap(*patterns):
         return
-    if not source.weights.is_whole or source.once(_unknown):
-        return
-    have = {plain_module(name) for name in keys.pairs}
-    if not have <= set(base.modules):
+    if not source.weights.is_whole or source.once(_unknown) or not have <= set(base.modules):
         return  # the base names its modules differently in memory: names cannot be compared
     # Separate experts on disk are one parameter in transformers 5, and not modules.
     fused = not any(_is_elsewhere(name) for name in have)
@@ -279,10 +265,9 @@ def uncovered_modules(source: Source) -> Iterator[Fault]:
         for name, shape in base.modules.items()
         if len(shape) > 1 and not (fused and _is_elsewhere(name))
     }
-    if len(config.target_modules) > _MANY:  # a list of all modules by full name
-        wanted = [name for name in config.target_modules if name in kinds]
-    else:
-        wanted = list(targeted_modules(config, kinds))
+    many = len(config.target_modules) > _MANY  # a list of all modules by full name
+    names = config.target_modules if many else targeted_modules(config, kinds)
+    wanted = [name for name in names if name in kinds]
     lacking = [name for name in wanted if name not in have]
     if lacking:
         text = f"{len(have)} of {len(have) + len(lacking)} target modules"

@@ -1,17 +1,34 @@
-"""Settings: those that decide what the weights compute, and those of generation."""
+"""Settings: what the weights compute, generation; dtypes and quantisation of what is stored."""
 
 from __future__ import annotations
 
-import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, Fault, check, either
+from tasks.audit.check import (
+    BASE,
+    ERROR,
+    INFO,
+    MODEL,
+    WARNING,
+    WHOLE,
+    Fault,
+    also,
+    check,
+    either,
+    some,
+)
+from tasks.audit.checks.names import is_declared_elsewhere
 from tasks.audit.checks.templates import SETTINGS
 from tasks.audit.checks.tokens import GENERATION, GENERIC_TOKENIZER
-from tasks.audit.known import of_text, text_config, token_ids
+from tasks.audit.known import of_text, text_config, texts, whole
 from tasks.audit.source import CONFIG, Source, setting
 from tasks.audit.tensor_names import embeddings_of, plain_tensors
+from tasks.weights.files.dtypes import DTYPE_NAMES
+from tasks.weights.files.tensors import Tensor, Tensors
+from tasks.weights.quantized.config_fields import QUANTIZATION, stored
 
 _THETA = 10_000.0
 """Base frequency that loaders use if the file has none."""
@@ -29,9 +46,6 @@ _ALIASES = (
     ("num_attention_heads", "n_head"), ("max_position_embeddings", "n_positions"),
 )  # fmt: skip
 """Names of which loaders take the first."""
-_SHAPES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
-"""Settings of the language model that loaders do not read beside `text_config`."""
-
 _COMPUTE = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps",
     "hidden_act", "hidden_activation", "activation_function",
@@ -46,16 +60,8 @@ _NEVER_ABSENT = _COMPUTE[:8]
 """Settings that every writer saves. If one is absent, the loader uses its default."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Settings of which null, or their absence, is a value: no cap."""
-_MAY_CHANGE = (
-    (CONFIG, "max_position_embeddings"), (CONFIG, "bos_token_id"),
-    (SETTINGS, "add_bos_token"), (SETTINGS, "add_eos_token"), (SETTINGS, "add_prefix_space"),
-    *(("preprocessor_config.json", name) for name in (
-        "image_processor_type", "image_mean", "image_std", "rescale_factor", "patch_size",
-        "merge_size", "temporal_patch_size", "size", "crop_size", "do_resize", "do_rescale",
-        "do_normalize",
-    )),
-)  # fmt: skip
-"""Settings that training may change on purpose, by file."""
+_OF_PROMPTS = ("add_bos_token", "add_eos_token", "add_prefix_space")
+_OF_IMAGES = ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size", "size")
 
 
 @check(
@@ -88,22 +94,22 @@ def transformers_4(source: Source) -> Iterator[Fault]:
         yield Fault(f"dtype {dtype}, and no torch_dtype", fix, CONFIG, fix=fix)
 
 
+def _new_rope(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return `rope_parameters` of a language model, those of full attention; None without."""
+    new = text.get("rope_parameters")
+    if not isinstance(new, Mapping):
+        return None
+    full = new.get("full_attention")
+    return full if isinstance(full, Mapping) else new
+
+
 def _old_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """Convert `rope_parameters` of a language model to the settings of transformers 4."""
-    new = text.get("rope_parameters")
-    if isinstance(new, Mapping) and _by_layer(new):
-        new = new.get("full_attention")
-    if not isinstance(new, Mapping):
-        return {}
+    new = _new_rope(text) or {}
     rest = {key: value for key, value in new.items() if key != "rope_theta"}
     old = {"rope_theta": new["rope_theta"]} if "rope_theta" in new else {}
     plain = rest.get("rope_type", "default") == "default" and "mrope_section" not in rest
     return old if plain else {**old, "rope_scaling": rest}
-
-
-def _by_layer(settings: Mapping[str, Any]) -> bool:
-    """Return True if rotary settings are given per kind of layer."""
-    return any(isinstance(value, Mapping) for value in settings.values())
 
 
 @check(
@@ -113,34 +119,22 @@ def _by_layer(settings: Mapping[str, Any]) -> bool:
 )  # fmt: skip
 def setting_twice(source: Source) -> Iterator[Fault]:
     """Two spellings of one setting with two values in config.json."""
-    for taken, value, other, left in _spellings(source.config()):
-        if value is None or left is None or value == left:
-            continue
-        if taken == "eos_token_id" and {*token_ids(value)} & {*token_ids(left)}:
-            continue  # a list, and one of its ids
-        text = f"{taken} {value!r}, {other} {left!r}"
-        yield Fault(text, f"one value; transformers 5 takes {taken}", file=CONFIG)
-
-
-def _spellings(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield the name and value that transformers 5 takes, and those that it leaves (5.19)."""
-    text = text_config(config)
-    for name, other in _ALIASES:
-        yield name, text.get(name), other, text.get(other)
-    if text is not config:
-        yield "dtype", config.get("dtype"), "torch_dtype", config.get("torch_dtype")
-        for key in ("dtype", "eos_token_id"):
-            yield key, config.get(key), f"{key} of the language model", text.get(key)
-        for key in _SHAPES:
-            yield f"{key} of the language model", text.get(key), key, config.get(key)
-    new, old = text.get("rope_parameters"), text.get("rope_scaling")
-    if not isinstance(new, Mapping):
-        return
-    yield "rope_parameters.rope_theta", new.get("rope_theta"), "rope_theta", text.get("rope_theta")
-    if isinstance(old, Mapping) and not _by_layer(old) and not _by_layer(new):
+    text = text_config(source.config())
+    pairs = [(name, text.get(name), other, text.get(other)) for name, other in _ALIASES]
+    new, old = _new_rope(text), text.get("rope_scaling")
+    if new is not None:
+        theta = "rope_parameters.rope_theta"
+        pairs.append((theta, new.get("rope_theta"), "rope_theta", text.get("rope_theta")))
+    if new is text.get("rope_parameters") and new and isinstance(old, Mapping):
         ours, theirs = rope({"rope_parameters": new}), rope({"rope_scaling": old})
-        for key in theirs.keys() - {"theta"}:
-            yield f"rope_scaling {key}", theirs[key], f"rope_parameters {key}", ours.get(key)
+        pairs += [
+            (f"rope_parameters {key}", ours.get(key, "absent"), f"rope_scaling {key}", theirs[key])
+            for key in theirs.keys() - {"theta"}
+        ]
+    for taken, value, other, left in pairs:
+        if value is not None and left is not None and value != left:
+            actual = f"{taken} {value!r}, {other} {left!r}"
+            yield Fault(actual, f"one value; transformers 5 takes {taken}", file=CONFIG)
 
 
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,13 +143,13 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     `theta`, `type`, and where they are set `local theta`, `partial factor`, `factor`, ...
     """
     text = text_config(config)
-    new, theta = text.get("rope_parameters"), of_text(config, "rope_theta")
-    settings, local = text.get("rope_scaling"), text.get("rope_local_base_freq")
-    if isinstance(new, Mapping):
-        full, part = new.get("full_attention"), new.get("sliding_attention")
-        if isinstance(part, Mapping):
-            local = part.get("rope_theta", local)
-        settings = full if isinstance(full, Mapping) else new
+    theta, local = of_text(config, "rope_theta"), text.get("rope_local_base_freq")
+    settings = _new_rope(text)
+    if settings is None:
+        settings = text.get("rope_scaling")
+    else:
+        part = text["rope_parameters"].get("sliding_attention")
+        local = part.get("rope_theta", local) if isinstance(part, Mapping) else local
         theta = settings.get("rope_theta", theta)
     settings = dict(settings) if isinstance(settings, Mapping) else {}
     kind = settings.pop("rope_type", settings.pop("type", "default"))
@@ -163,10 +157,8 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     settings.pop("rope_theta", None)
     settings["type"] = {"mrope": "default", "su": "longrope"}.get(str(kind), kind)
     settings["theta"] = _THETA if theta is None and "rope_parameters" not in text else theta
-    settings["partial factor"] = settings.pop(
-        "partial_rotary_factor", of_text(config, "partial_rotary_factor")
-    )
-    settings["local theta"] = local
+    partial = settings.pop("partial_rotary_factor", of_text(config, "partial_rotary_factor"))
+    settings["partial factor"], settings["local theta"] = partial, local
     return {
         name: float(value) if type(value) is int else value
         for name, value in settings.items()
@@ -181,15 +173,11 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
 )  # fmt: skip
 def rope_theta_absent(source: Source) -> Iterator[Fault]:
     """config.json has no rope_theta, unlike the published models of its family."""
-    config, text = source.config(), text_config(source.config())
-    present = {"rope_theta", "rope_scaling", "rotary_emb_base"} & {*text, *config}
-    if isinstance(text.get("rope_parameters"), Mapping) or "rope_theta" in present:
+    text = text_config(source.config())
+    if _new_rope(text) is not None or of_text(source.config(), "rope_theta") is not None:
         return
     if str(text.get("model_type")) in _ALWAYS_SET:
-        fix, base = "", source.base if source.has_base else None
-        if base is not None:
-            fix = setting(CONFIG, rope_theta=rope(base.config()).get("theta"))
-        yield Fault("absent", "the base's, 1000000.0 mostly", CONFIG, ["rope_theta"], fix=fix)
+        yield Fault("absent", "the base's, 1000000.0 mostly", CONFIG, ["rope_theta"])
 
 
 @check(
@@ -208,16 +196,14 @@ def config_changed(source: Source) -> Iterator[Fault]:
     # Where the base names the general class, transformers 5 writes that of the family.
     others = None if others == GENERIC_TOKENIZER.removesuffix("Fast") else others
     rows = [(SETTINGS, "tokenizer_class", mine, others)]
-    rows += [
-        (file, name, of_text(source.config(file), name), of_text(base.config(file), name))
-        for file, name in _MAY_CHANGE
-        if file == SETTINGS or source.is_model
-    ]
+    named = [(SETTINGS, name) for name in _OF_PROMPTS]
+    named += [("preprocessor_config.json", name) for name in _OF_IMAGES if source.is_model]
+    for file, key in named:
+        rows.append((file, key, source.config(file).get(key), base.config(file).get(key)))
     for file, name, value, expected in rows:
         if value != expected and value is not None and expected is not None:
-            severity = INFO if name == "max_position_embeddings" else WARNING
             text = f"{expected!r}, as the base has"
-            yield Fault(repr(value), text, file, [name], severity)
+            yield Fault(repr(value), text, file, [name], WARNING)
 
 
 def _computed(source: Source, base: Source) -> Iterator[Fault]:
@@ -266,19 +252,6 @@ def _class_of(settings: Mapping[str, Any]) -> str | None:
     return str(name).removesuffix("Fast") if known else None
 
 
-_ALLOWED: Mapping[str, tuple[str, float, float]] = {
-    # setting: (words, least, most) of vLLM 0.32 and transformers 5
-    "temperature": ("0 to 2", 0.0, 2.0),
-    "top_p": ("above 0, at most 1", math.nextafter(0.0, 1.0), 1.0),
-    "min_p": ("0 to 1", 0.0, 1.0),
-    "top_k": ("-1, 0 or more", -1.0, math.inf),
-    "repetition_penalty": ("above 0", math.nextafter(0.0, 1.0), math.inf),
-}
-_COLD, _PENALTY = 0.05, 1.5
-"""A temperature below which sampling is greedy in practice, and a penalty from which on answers
-avoid the words of the question."""
-
-
 @check(
     "GENERATION_SETTINGS", WARNING, needs=(MODEL,),
     why="vLLM samples by it: it refuses each request with a value out of range",
@@ -287,18 +260,219 @@ avoid the words of the question."""
 )  # fmt: skip
 def generation_settings(source: Source) -> Iterator[Fault]:
     """Sampling defaults that servers refuse, or that decide every answer."""
-    settings = source.config(GENERATION)
-    for name, (words, least, most) in _ALLOWED.items():
-        value = settings.get(name)
-        if isinstance(value, int | float) and not least <= value <= most:
-            yield Fault(f"{name} {value}", words, file=GENERATION, severity=ERROR)
     base = source.base.config(GENERATION) if source.base is not None else {}
-    temperature, penalty = settings.get("temperature"), settings.get("repetition_penalty")
-    odd = []
-    if isinstance(temperature, int | float) and 0 < temperature < _COLD:
-        odd.append(("temperature", temperature, f"0, or {_COLD} or more"))
-    if isinstance(penalty, int | float) and penalty > _PENALTY:
-        odd.append(("repetition_penalty", penalty, f"1 to {_PENALTY}"))
-    for name, value, words in odd:
-        if base.get(name) != value:
-            yield Fault(f"{name} {value}", words, file=GENERATION)
+    for name, value in source.config(GENERATION).items():
+        if not isinstance(value, int | float):
+            continue
+        refused, odd, words = {
+            # refused by vLLM 0.32 and transformers 5; decisive, unless the base has it, too
+            "temperature": (not 0 <= value <= 2, 0 < value < 0.05, "0, or 0.05 to 2"),
+            "top_p": (not 0 < value <= 1, False, "above 0, at most 1"),
+            "min_p": (not 0 <= value <= 1, False, "0 to 1"),
+            "top_k": (value < -1, False, "-1, 0 or more"),
+            "repetition_penalty": (value <= 0, value > 1.5, "above 0, at most 1.5"),
+        }.get(name, (False, False, ""))
+        if refused or (odd and base.get(name) != value):
+            severity = ERROR if refused else None
+            yield Fault(f"{name} {value}", words, file=GENERATION, severity=severity)
+
+
+_STATES: Mapping[str, tuple[str, ...]] = {
+    # By method: suffixes that are added to the key of a weight, or replace it.
+    "bitsandbytes": (".absmax", ".quant_map", ".quant_state.", ".nested_absmax", ".SCB"),
+    "gptq": (".qweight", ".qzeros", ".g_idx"),
+    "awq": (".qweight", ".qzeros"),
+    "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_global_scale"),
+    "fp8": (".weight_scale_inv", ".weight_scale"),
+    "fbgemm_fp8": (".weight_scale",),
+    "mxfp4": ("_proj_blocks", "_proj_scales"),
+}
+_BITSANDBYTES = "bitsandbytes"
+_PACKED_DTYPES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
+_BYTES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_PER_WORD = 8
+"""4-bit weights in a packed integer."""
+
+
+@check(
+    "QUANT_CONFIG", ERROR, needs=(MODEL, WHOLE),
+    why="loaders quantise again, or read packed bytes as weights: 'size mismatch', or garbage",
+    fix="remove it if the weights are not packed; else restore it, or merge in 16 bits: {again}",
+    issues="open-instruct #427, peft #2321, unsloth-zoo PR #803, OpenRLHF #501, "
+    "llm-compressor #1983, sglang PR #24929, imp PR #1970",
+)  # fmt: skip
+def quantisation(source: Source) -> Iterator[Fault]:
+    """config.json and the tensors disagree about quantisation; an info for a model in 4 bits."""
+    tensors, method = source.tensors, (stored(source.config()) or "").partition(",")[0]
+    states = {key: kind for key in tensors if (kind := _method_of(key))}
+    real = [key for key in states if _is_packed(key, tensors)]
+    residue = [key for key in states if key not in real]
+    if residue:
+        text = f"{len(residue)} quantisation states"
+        yield Fault(text, "packed weights, or no states", tensors=residue)
+    known = {_weight_of(key) for key in real}
+    lost = [
+        key
+        for key, tensor in tensors.items()
+        if key.endswith(".weight") and tensor.dtype == "U8" and key not in known
+    ]
+    if lost and method == _BITSANDBYTES:
+        text = f"{len(lost)} packed weights without a state"
+        yield Fault(text, "absmax, quant_map and quant_state of each", tensors=lost)
+    elif real and method == _BITSANDBYTES:
+        why = "if an adapter was merged into it, its delta was rounded to 4 bits"
+        fix = "merge into the dequantised weights and keep 16 bits"
+        text = f"stored as {stored(source.config())}"
+        yield Fault(text, "nothing, if it is intended", CONFIG, (), INFO, why, fix)
+    packed = any(tensor.dtype in _PACKED_DTYPES for tensor in tensors.values())
+    if tensors and method in _STATES and not states and not packed:
+        text = f"{QUANTIZATION} of {stored(source.config())}, and no packed tensor"
+        yield Fault(text, f"no {QUANTIZATION}", file=CONFIG)
+    if is_declared_elsewhere(source):
+        return
+    if real and not method:
+        yield Fault(f"states of {states[real[0]]}", QUANTIZATION, CONFIG, real)
+    bare = [
+        key
+        for key, tensor in tensors.items()
+        if len(tensor.shape) in (2, 3) and tensor.dtype in _BYTES and tensor.numel
+    ]
+    if bare and not states and method in ("", "fp8", "fbgemm_fp8"):
+        text = f"{len(bare)} matrices of {tensors[bare[0]].dtype} without scales"
+        yield Fault(text, "16-bit or 32-bit weights, or scales", tensors=bare)
+
+
+@also("QUANT_CONFIG", needs=(MODEL, WHOLE))
+def quantised_layers(source: Source) -> Iterator[Fault]:
+    """Names and group sizes in quantization_config that do not fit the tensors."""
+    settings = source.config().get(QUANTIZATION)
+    if not isinstance(settings, Mapping):
+        return
+    modules = {key.rpartition(".")[0] for key in source.tensors}
+    for name in ("ignore", "modules_to_not_convert"):
+        listed = texts(settings.get(name))
+        # A list may name towers that this model lacks, beside what it has.
+        if listed and not any(_is_there(each, modules) for each in listed):
+            text, expected = f"{name}: {some(listed)}", "modules of this model"
+            yield Fault(text, expected, file=CONFIG, severity=WARNING)
+    size, wrong = _group_size(settings), list[str]()
+    for key, packed in source.tensors.items():
+        scale = source.tensors.get(key.replace("_packed", "_scale"))
+        if not size or not key.endswith(".weight_packed") or scale is None:
+            continue
+        if scale.shape[-1] * size != packed.shape[-1] * _PER_WORD:
+            wrong.append(key)
+    if wrong:
+        text = f"{len(wrong)} matrices with other scales"
+        yield Fault(text, f"a scale for {size} columns each", tensors=wrong)
+
+
+def _is_there(name: str, modules: set[str]) -> bool:
+    """Return True if a name, or a pattern `re:...`, of an ignore list fits a module."""
+    if name.startswith("re:"):
+        try:
+            pattern = re.compile(name.removeprefix("re:"))
+        except re.error:
+            return False
+        return any(pattern.match(module) for module in modules)
+    name = name.removesuffix(".linear")  # as llm-compressor names wrapped layers
+    return name.endswith("lm_head") or any(name in module for module in modules)  # may be tied
+
+
+def _group_size(settings: Mapping[str, Any]) -> int:
+    """Return the group size of compressed-tensors' 4-bit weights; 0 for none."""
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("num_bits") == 4:
+            return whole(weights.get("group_size")) or 0
+    return 0
+
+
+def _method_of(key: str) -> str:
+    """Return the quantisation method that writes such a key, or ""."""
+    for method, marks in _STATES.items():
+        for mark in marks:
+            if key.endswith(mark) or (mark.endswith(".") and mark in key):
+                return method
+    return ""
+
+
+def _weight_of(key: str) -> str:
+    """Return the key of the weight that a state belongs to; the key itself if it names none."""
+    for mark in (".quant_state.", ".nested_absmax", ".nested_quant_map", ".absmax", ".quant_map"):
+        if mark in key:
+            return key.partition(mark)[0]
+    if key.endswith(".SCB"):
+        return key.removesuffix("SCB") + "weight"
+    return key.removesuffix("_inv").removesuffix("_scale")
+
+
+def _is_packed(key: str, tensors: Tensors) -> bool:
+    """Return True if the weight of a state is packed; assume so if the key names no weight."""
+    weight = _weight_of(key)
+    tensor = tensors.get(weight)
+    if weight == key or (tensor is None and "_scale" in key):
+        return True  # such methods use other names for packed weights
+    # bitsandbytes may pack into a float dtype: then the shape decides.
+    return tensor is not None and (tensor.dtype in _PACKED_DTYPES or tensor.shape[1:] == (1,))
+
+
+@check(
+    "DTYPE_DIFFERS", WARNING, needs=(either,),
+    why="loaders cast to one dtype: fp16 overflows, fp32 loses precision, after all checks",
+    fix="cast once, at the end of the merge, to the base's dtype; name that in config.json",
+    issues="LLaMA-Factory #2075, LLaMA-Factory #3096, LLaMA-Factory #10596, OpenRLHF PR #1348",
+)  # fmt: skip
+def dtypes(source: Source) -> Iterator[Fault]:
+    """Weights of different dtypes, or of another one than config.json says, or than the base."""
+    config, base = source.config(), source.base
+    if source.is_model and stored(config) is not None:
+        return  # scales and states have their own
+    compared = _compared(source)
+    sizes = _matrix_bytes(compared)
+    if not sizes:
+        return
+    usual = sizes.most_common(1)[0][0]
+    odd = [key for key, t in compared.items() if _is_matrix(t) and t.dtype != usual]
+    if odd:
+        shares = (f"{name} {nbytes / sizes.total():.0%}" for name, nbytes in sizes.items())
+        yield Fault(f"{', '.join(shares)} of the bytes", usual, tensors=odd)
+    if source.is_adapter:
+        return
+    dtype = of_text(config, "dtype") or of_text(config, "torch_dtype")
+    wanted = DTYPE_NAMES.get(dtype, usual) if isinstance(dtype, str) else usual
+    others = [f"dtype {dtype} in {CONFIG}"] if wanted != usual else []
+    if base is not None and base.is_model and stored(base.config()) is None:
+        of_base = _matrix_bytes(base.tensors).most_common(1)
+        others += [f"the base has {of_base[0][0]}"] if of_base and of_base[0][0] != usual else []
+    if others:
+        yield Fault(f"{usual} weights, {'; '.join(others)}", "the same", file=CONFIG)
+
+
+def _compared(source: Source) -> dict[str, Tensor]:
+    """Return the matrices of one dtype; many families keep norms, biases and gates in fp32.
+
+    peft keeps LoRA pairs in fp32; modules that it stores in full have the base's dtype.
+    """
+    heads = (".score.", ".v_head.", ".gate.weight", ".router.")
+    return {
+        key: tensor
+        for key, tensor in source.tensors.items()
+        if (".lora_" in key if source.is_adapter else key.endswith(".weight"))
+        and not any(part in f".{key}" for part in heads)
+    }
+
+
+def _matrix_bytes(tensors: Tensors) -> Counter[str]:
+    """Return the number of bytes of matrices by dtype."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if _is_matrix(tensor):
+            sizes[tensor.dtype] += tensor.nbytes
+    return sizes
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    return len(tensor.shape) >= 2 and tensor.dtype in _FLOATS and tensor.nbytes > 0

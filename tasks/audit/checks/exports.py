@@ -59,32 +59,31 @@ def _differences(
     header: Mapping[str, Any], trained: Source
 ) -> Iterator[tuple[str, object, object]]:
     """Yield what a GGUF header and a trained folder state differently."""
-    config, template = trained.config(), _template(trained)
+    config, template, tokens = trained.config(), _template(trained), trained.once(tokens_of)
+    settings = trained.config(SETTINGS)
     ours = header.get("tokenizer.chat_template")
     if template and isinstance(ours, str) and ours.strip() != template.strip():
         yield "chat template of", f"{len(ours)} characters", f"another one of {len(template)}"
     end = whole(header.get("tokenizer.ggml.eos_token_id"))
-    own = trained.once(tokens_of).ids.get(content(trained.config(SETTINGS).get("eos_token")))
     ends = {
         *token_ids(trained.config(GENERATION).get("eos_token_id")),
         *token_ids(of_text(config, "eos_token_id")),
-        *token_ids(own),
+        *token_ids(tokens.ids.get(content(settings.get("eos_token")))),
     }
     if end is not None and ends and end not in ends:
         yield "EOS id", end, some(sorted(ends))
     theta = rope(config).get("theta") if config else None
     base = header.get(f"{header.get('general.architecture')}.rope.freq_base")
     if not isinstance(theta, int | float) or not isinstance(base, float):
-        theta = base = 0.0
+        theta = base = 0.0  # unknown
     if not math.isclose(theta, base, rel_tol=1e-4):
         yield "rope base", base, theta
-    begins = trained.config(SETTINGS).get("add_bos_token")
-    added = header.get("tokenizer.ggml.add_bos_token")
+    begins, added = settings.get("add_bos_token"), header.get("tokenizer.ggml.add_bos_token")
     if isinstance(begins, bool) and isinstance(added, bool) and begins != added:
         yield "add_bos_token", added, begins
-    tokens, rows = header.get("tokenizer.ggml.tokens"), trained.once(tokens_of).rows
-    if isinstance(tokens, int) and tokens < rows:
-        yield "vocabulary of", f"{tokens} tokens", rows
+    count = header.get("tokenizer.ggml.tokens")
+    if isinstance(count, int) and count < tokens.rows:
+        yield "vocabulary of", f"{count} tokens", tokens.rows
 
 
 MAX_BYTES = 64 << 20

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, some
 from tasks.audit.folder import Weights
-from tasks.audit.source import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind, Source
+from tasks.audit.source import ADAPTERS, MODELS, Kind, Source
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.reader import index_of, is_hidden
 from tasks.weights.heads import SIDE_FILES
@@ -32,37 +32,24 @@ def has_weights(source: Source) -> bool:
 
 
 @check(
-    "WEIGHTS_MISSING", ERROR,
-    why="transformers: `no file named model.safetensors`; vLLM: `Cannot find any model weights`",
-    fix="save again; if the trainer's own checkpoint is still there, gather that",
-    issues="LLaMA-Factory #2703, LLaMA-Factory #10410, LLaMA-Factory #10230",
-)  # fmt: skip
-def weights_missing(source: Source) -> Iterator[Fault]:
-    """A configuration without weights."""
-    if source.is_adapter and not (source.weights.files or source.weights.absent):
-        yield Fault(f"only {ADAPTER_CONFIG}", " or ".join(ADAPTERS))
-    if source.kind is Kind.NOTHING and CONFIG in source.folder.files:
-        yield Fault(f"{CONFIG} without weights", f"{' or '.join(MODELS)}, or an index")
-
-
-@check(
     "INDEX_WRONG", ERROR, needs=(has_weights,),
     why="transformers stops, or initialises tensors at random that the index places wrongly",
     fix="rebuild it: {repair}",
-    issues="transformers #40968, Relax PR #148, unsloth #1521",
+    issues="transformers #40968, Relax PR #148, unsloth #1521, Automodel PR #3582, semble #222",
 )  # fmt: skip
 def index_wrong(source: Source) -> Iterator[Fault]:
-    """The index of the shards is absent, unreadable, or does not describe the files."""
+    """Shards that are absent, or an index that is absent, unreadable, or of other files."""
     weights, index, name = source.weights, source.weights.index, index_of(source.weights.single)
+    yield from _absent_files(weights)
     if name in source.folder.wrong:
         expected = '{"weight_map": {tensor: file}}'
         yield Fault(source.folder.wrong[name], expected, file=name, repairable=True)
         return
-    twice = {key: f"in {first} and in {second}" for key, first, second in weights.twice}
-    if twice:
-        text, names = f"{len(twice)} tensors {next(iter(twice.values()))}", list(twice)
+    if twice := weights.twice:
+        first, second = next(iter(twice.values()))
+        text = f"{len(twice)} tensors in {first} and in {second}"
         fix = "remove the file that is left over from an earlier save"
-        yield Fault(text, "every tensor in one file", weights.twice[0][2], names, fix=fix)
+        yield Fault(text, "every tensor in one file", second, list(twice), fix=fix)
     if index is None:
         if len(weights.files) > 1:
             text = f"{len(weights.files)} shards without an index"
@@ -70,52 +57,34 @@ def index_wrong(source: Source) -> Iterator[Fault]:
         return
     read = set(weights.files) - set(weights.unread)
     lost = [key for key, file in index.items() if file in read and key not in weights.tensors]
+    if lost:
+        text, fix = f"{len(lost)} tensors in no file", "take the index that was saved with them"
+        yield Fault(text, "every tensor in its file", name, lost, fix=fix)
     moved = [
-        key
-        for key, tensor in weights.tensors.items()
-        if key not in twice and index.get(key, tensor.file) in read - {tensor.file}
+        key for key, file in weights.file_of.items() if key not in twice and index.get(key) != file
     ]
-    unknown = [key for key in weights.tensors if key not in index]
-    again = "take the index that was written with the files, or save again"
-    for keys, text, fix in (
-        (lost, "in no file", again),
-        (moved, "in another file than the index says", ""),
-        (unknown, "not in the index", ""),
-    ):
-        if keys:
-            text, expected = f"{len(keys)} tensors {text}", "every tensor in its file"
-            yield Fault(text, expected, name, keys, fix=fix, repairable=not fix)
+    if moved and not weights.strange:
+        text = f"{len(moved)} tensors in another file than the index says, or not in the index"
+        yield Fault(text, "every tensor in its file", name, moved, repairable=True)
     if weights.single in source.folder.files and weights.single not in weights.files:
         fix = "delete the index or the single file, whichever is left over from an earlier save"
         text = f"{weights.single} beside it"
         yield Fault(text, "one or the other", file=name, severity=WARNING, fix=fix)
-    metadata = source.config(name).get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if total is not None and weights.is_whole and total != weights.nbytes:
-        # verl's distributed writer stores the number of elements there.
-        expected = f"{weights.nbytes} bytes"
-        yield Fault(f"total_size {total}", expected, file=name, severity=INFO, repairable=True)
 
 
-@check(
-    "INDEX_MISSING_FILE", ERROR, needs=(has_weights,),
-    why="transformers and vLLM stop; without an index vLLM loads the shards that exist",
-    fix="copy the files again; from the hub: hf download <owner/name>",
-    issues="Automodel PR #3582, semble #222",
-)  # fmt: skip
-def missing_files(source: Source) -> Iterator[Fault]:
-    """Shards that the index or the names of the others announce, and that do not exist."""
-    weights = source.weights
+def _absent_files(weights: Weights) -> Iterator[Fault]:
+    """Yield shards that the index or the names of the others announce, and that do not exist."""
+    fix = "copy the files again; from the hub: hf download <owner/name>"
     if weights.absent:
         text, count = some(weights.absent), len(weights.absent) + len(weights.files)
-        file = index_of(weights.single)
-        yield Fault(f"{len(weights.absent)} missing: {text}", f"all {count} files", file=file)
+        text = f"{len(weights.absent)} files missing: {text}"
+        yield Fault(text, f"all {count} files", file=index_of(weights.single), fix=fix)
     counted = [_COUNTED.fullmatch(name) for name in weights.files if weights.index is None]
     numbers = {int(match["number"]) for match in counted if match}
     total = max((int(match["all"]) for match in counted if match), default=0)
     missing = next((number for number in range(1, total + 1) if number not in numbers), None)
     if missing is not None:
-        yield Fault(f"{len(numbers)} of {total} shards", f"also number {missing}")
+        yield Fault(f"{len(numbers)} of {total} shards", f"also number {missing}", fix=fix)
 
 
 @check(
@@ -126,32 +95,28 @@ def missing_files(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def stray_files(source: Source) -> Iterator[Fault]:
     """A weight file that is not part of the checkpoint, or the same weights in another format."""
-    weights = source.weights
-    names = ADAPTERS if source.is_adapter else MODELS
+    weights, names = source.weights, ADAPTERS if source.is_adapter else MODELS
     if weights.single == names[0]:
         second = [name for name in (names[1], index_of(names[1])) if name in source.folder.files]
         if second:
-            text = f"{weights.single} and {second[0]}"
-            fix = "delete the set that you do not want"
-            yield Fault(text, "one of them", second[0], severity=WARNING, fix=fix, repairable=True)
+            text, fix = f"{weights.single} and {second[0]}", "delete the set that you do not want"
+            yield Fault(text, "one of them", second[0], (), WARNING, fix=fix, repairable=True)
     usual = weights.single if len(weights.files) == 1 else index_of(weights.single)
     for name in source.folder.here():
         if name in (*weights.files, *weights.absent, *SIDE_FILES) or is_hidden(name):
             continue  # `heads` reports files with a head
         if name in names or (_COUNTED.fullmatch(name) and name.startswith("pytorch_model")):
             continue  # a second set of the same weights
-        if source.kind is Kind.MIXTURE and name in ADAPTERS:
-            continue  # reported once, for the folder
         is_pickle = name.endswith(".bin") and not name.endswith(_NOT_WEIGHTS)
-        if not (name.endswith(".safetensors") or is_pickle or _STATES.fullmatch(name)):
-            continue
+        is_weights = name.endswith(".safetensors") or is_pickle or _STATES.fullmatch(name)
+        if not is_weights or (source.kind is Kind.MIXTURE and name in ADAPTERS):
+            continue  # a mixture is reported once, for the folder
         # With params.json beside it, this is Mistral's own format, published on purpose.
         meant = name.startswith(_MISTRAL) and "params.json" in source.folder.files
         taken = not source.is_adapter and vllm_takes(name, weights) and not meant
         if taken or not TRAINER_STATE.fullmatch(name):
-            severity = ERROR if taken else WARNING
-            text = "not part of the checkpoint"
-            yield Fault(text, f"only {usual}", name, severity=severity, repairable=True)
+            severity, text = ERROR if taken else WARNING, "not part of the checkpoint"
+            yield Fault(text, f"only {usual}", name, (), severity, repairable=True)
 
 
 def vllm_takes(name: str, weights: Weights) -> bool:
@@ -188,8 +153,8 @@ def bad_header(source: Source) -> Iterator[Fault]:
 def empty_tensors(source: Source) -> Iterator[Fault]:
     """A weight file without tensors, or a tensor without elements in place of a matrix."""
     weights = source.weights
-    holders = {tensor.file for tensor in weights.tensors.values()}
-    holders |= {file for _, _, file in weights.twice}
+    holders = {*weights.file_of.values()}
+    holders |= {second for _, second in weights.twice.values()}
     for name in weights.files:
         if name not in holders | weights.unread.keys():
             size = source.folder.files[name]
@@ -212,10 +177,9 @@ def pickled_weights(source: Source) -> Iterator[Fault]:
     weights = source.weights
     if not weights.is_pickled or not weights.files:
         return
-    others = [name for names in weights.others.values() for name in names]
-    strided = [key for key, t in source.tensors.items() if t.numel and t.start < 0]
+    strided = [key for key, t in source.tensors.items() if t.numel and not t.extents]
     text = f"{len(weights.files)} pickled files"
-    text += f"; not tensors: {some(others)}" if others else ""
+    text += f"; not tensors: {some(weights.others)}" if weights.others else ""
     text += f"; {len(strided)} tensors with other strides" if strided else ""
     yield Fault(text, "safetensors", weights.files[0], strided, repairable=not strided)
 
@@ -226,8 +190,18 @@ def pickled_weights(source: Source) -> Iterator[Fault]:
     fix="do not load it; delete it, and tell its author; unpack an archive and audit that",
 )  # fmt: skip
 def pickle_calls(source: Source) -> Iterator[Fault]:
-    """A pickle with a call or a class that no checkpoint needs, or that cannot be scanned."""
-    for name, scanned in _pickles(source).items():
+    """A pickle with a call or a class that no checkpoint needs, or that cannot be scanned.
+
+    Every file is scanned, since loaders do not go by names.
+    """
+    scanner = Scanner()
+    others = [name for name in source.folder.files if name not in source.weights.files]
+    for name in (*source.weights.files, *others):
+        path = source.folder.root / name
+        try:
+            scanned = scanner.scan(path)
+        except ArtifactError as error:
+            scanned = Scanned(unreadable=[error.message.removeprefix(f"{path}: ")])
         calls, classes = scanned.names - TENSORS - TRAINERS, scanned.names & TRAINERS
         if calls:
             yield Fault(some(sorted(calls)), "only names of torch", file=name)
@@ -237,43 +211,3 @@ def pickle_calls(source: Source) -> Iterator[Fault]:
         if scanned.unreadable and not is_hidden(name):  # `._x` of macOS holds no pickle
             text = "; ".join(scanned.unreadable)
             yield Fault(text, "a file that can be scanned", file=name)
-
-
-def _pickles(source: Source) -> dict[str, Scanned]:
-    """Scan every file for pickles, since loaders do not go by names; those of the weights first."""
-    scanner, scanned = Scanner(), {}
-    others = [name for name in source.folder.files if name not in source.weights.files]
-    for name in (*source.weights.files, *others):
-        path = source.folder.root / name
-        try:
-            scanned[name] = scanner.scan(path)
-        except ArtifactError as error:
-            scanned[name] = Scanned(unreadable=[error.message.removeprefix(f"{path}: ")])
-    return scanned
-
-
-_CODE = ("config.json", "tokenizer_config.json", "processor_config.json")
-_DEEPSPEED_SCRIPT = "zero_to_fp32.py"
-"""DeepSpeed copies this script into every checkpoint; no loader runs it."""
-
-
-@check(
-    "REMOTE_CODE", WARNING,
-    why="with trust_remote_code=True transformers and vLLM run it; else they refuse the model",
-    fix="read the code; if the class is one of transformers' own, remove auto_map",
-    issues="LLaMA-Factory #9346",
-)  # fmt: skip
-def remote_code(source: Source) -> Iterator[Fault]:
-    """The model contains its own code: auto_map, or Python files."""
-    for name in _CODE:
-        auto_map = source.config(name).get("auto_map")
-        if auto_map:
-            classes = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
-            yield Fault(f"auto_map: {some(classes)}", "no auto_map", file=name)
-    files = [
-        name
-        for name in source.folder.here()
-        if name.endswith((".py", ".so", ".pyc")) and name != _DEEPSPEED_SCRIPT
-    ]
-    if files:
-        yield Fault(f"code: {some(files)}", "no code in a checkpoint", file=files[0])

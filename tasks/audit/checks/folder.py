@@ -1,18 +1,29 @@
-"""The folder: its kind, its documents, links and manifest."""
+"""The folder: its kind, its documents, links and manifest; checkpoints that are not gathered."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
 
-from tasks.audit.check import ERROR, INFO, READ, WARNING, Fault, check, some
+from tasks.audit.check import ERROR, INFO, READ, WARNING, Fault, also, check, some
 from tasks.audit.folder import by_number
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, Source, command, deliver
+from tasks.audit.source import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    CONFIG,
+    MODELS,
+    Kind,
+    Source,
+    command,
+    deliver,
+)
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import MANIFEST, open_artifact, verify
+from tasks.weights.distributed import DistributedCheckpoint, read_distributed
 from tasks.weights.files.reader import index_of, is_hidden
 from tasks.weights.files.side_files import PROCESSORS
-from tasks.weights.shards import PARTITIONS
+from tasks.weights.shards import PARTITIONS, Partitions, read_partitions
+from tasks.weights.zero import ZeroCheckpoint, find_step, read_zero
 
 GGUF = "GGUF"
 _DOCUMENTS = (
@@ -36,13 +47,13 @@ def nothing_here(source: Source) -> Iterator[Fault]:
         return
     inside = [
         name
-        for name in sorted(source.folder.listing.folders, key=by_number)
+        for name in sorted(source.folder.folders, key=by_number)
         if any(f"{name}/{config}" in source.folder.files for config in (CONFIG, ADAPTER_CONFIG))
     ]
     contents = f"; it contains {some(inside)}" if inside else ""
     fix = command("audit", source=source.folder.root / inside[-1]) if inside else ""
     expected = f"{CONFIG} or {ADAPTER_CONFIG}, and weights"
-    yield Fault(source.recognised.what + contents, expected, fix=fix)
+    yield Fault(source.what + contents, expected, fix=fix)
 
 
 _CONVERSIONS = {
@@ -68,7 +79,7 @@ def foreign_format(source: Source) -> Iterator[Fault]:
     """A checkpoint that transformers, peft and vLLM do not load as it is."""
     if source.kind is not Kind.FOREIGN:
         return
-    what, root = source.recognised.what, shlex.quote(str(source.folder.root))
+    what, root = source.what, shlex.quote(str(source.folder.root))
     fix = next((how.format(root=root) for part, how in _CONVERSIONS.items() if part in what), "")
     # GGUF is the format of llama.cpp and Ollama, which read it as it is.
     severity = INFO if GGUF in what else None
@@ -83,7 +94,7 @@ def foreign_format(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def mixture(source: Source) -> Iterator[Fault]:
     """A full model and an adapter in one folder, or parts of both."""
-    what, files = source.recognised.what, source.folder.files
+    what, files = source.what, source.folder.files
     if source.kind is Kind.MIXTURE:
         yield Fault(what, "the adapter in a separate folder")
     if source.is_adapter and CONFIG in files:  # OpenRLHF writes it into every adapter
@@ -100,20 +111,26 @@ def mixture(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "CONFIG_MISSING", ERROR,
-    why="transformers, peft and vLLM refuse the folder before they read a tensor",
-    fix="copy the configuration from the trainer's output, or from the base for a full model",
-    issues="unsloth #1191",
+    "FILE_MISSING", WARNING,
+    why="loaders refuse it, vLLM does not start or refuses chats, or samples by its own settings",
+    fix="copy it from the training run, and settings from the base; or save the checkpoint again",
+    issues="unsloth #1191, LLaMA-Factory #2703, LLaMA-Factory #10410, LLaMA-Factory #10230, "
+    "verl #7198, LLaMA-Factory #10396, EasyR1 PR #48, llm-compressor #1305",
 )  # fmt: skip
-def config_missing(source: Source) -> Iterator[Fault]:
-    """Weights without a configuration file."""
+def file_missing(source: Source) -> Iterator[Fault]:
+    """No weights, no configuration, no tokenizer, chat template or settings of a processor."""
     name = ADAPTER_CONFIG if source.is_adapter else CONFIG
     if (source.is_adapter or source.is_model) and name not in source.folder.files:
-        yield Fault("no such file", name, file=name)
+        yield Fault("no such file", name, file=name, severity=ERROR)
     parts = source.kind is Kind.SHARDS and source.config(PARTITIONS).get("mode") == "adapter"
     if parts and ADAPTER_CONFIG not in source.folder.files:
         expected = f"{ADAPTER_CONFIG}, or adapter_config=FILE when you gather"
-        yield Fault("no such file", expected, file=ADAPTER_CONFIG, severity=WARNING)
+        yield Fault("no such file", expected, file=ADAPTER_CONFIG)
+    if source.is_adapter and not (source.weights.files or source.weights.absent):
+        yield Fault(f"only {ADAPTER_CONFIG}", " or ".join(ADAPTERS), severity=ERROR)
+    if source.kind is Kind.NOTHING and CONFIG in source.folder.files:
+        expected = f"{' or '.join(MODELS)}, or an index"
+        yield Fault(f"{CONFIG} without weights", expected, severity=ERROR)
 
 
 @check(
@@ -123,12 +140,12 @@ def config_missing(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def unsafe_file(source: Source) -> Iterator[Fault]:
     """A link or an index that leads out of the folder, a broken link, a pipe, or endless files."""
-    listing, expected = source.folder.listing, "a file, or a link inside the folder"
-    for name, reason in list(listing.unsafe.items())[:_MOST]:
+    folder, expected = source.folder, "a file, or a link inside the folder"
+    for name, reason in list(folder.unsafe.items())[:_MOST]:
         yield Fault(reason, expected, file=name)
-    odd = [name for name in listing.odd if not is_hidden(name)]
+    odd = [name for name in folder.odd if not is_hidden(name)]
     for name in odd[:_MOST]:
-        yield Fault(listing.odd[name], expected, file=name, severity=WARNING)
+        yield Fault(folder.odd[name], expected, file=name, severity=WARNING)
     if source.weights.strange:
         names, file = some(source.weights.strange), index_of(source.weights.single)
         fix = "do not load it; ask its author"
@@ -142,7 +159,7 @@ def unsafe_file(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def manifest_differs(source: Source) -> Iterator[Fault]:
     """A Plumbline artifact whose files differ from its manifest."""
-    if source.recognised.manifest:
+    if source.manifest:
         try:
             open_artifact(source.folder.root)
         except ArtifactError as error:
@@ -157,7 +174,7 @@ def manifest_differs(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def sha256_differs(source: Source) -> Iterator[Fault]:
     """Data that differs from the manifest."""
-    if source.recognised.manifest and "MANIFEST_DIFFERS" not in source.codes:
+    if source.manifest and "MANIFEST_DIFFERS" not in source.codes:
         for difference in verify(open_artifact(source.folder.root))[:_MOST]:
             yield Fault(difference, "the bytes that the manifest records", file=MANIFEST)
 
@@ -185,3 +202,93 @@ def json_unreadable(source: Source) -> Iterator[Fault]:
 def cannot_judge(_: Source) -> Iterator[Fault]:
     """A check failed: a file has content that no known tool writes."""
     yield from ()  # `examine` reports it
+
+
+_MODEL_STATES = "_model_states.pt"
+
+
+@check(
+    "ZERO_NOT_GATHERED", INFO,
+    why="transformers, peft and vLLM find no weights in it; its trainer can resume from it",
+    fix="{deliver}",
+    issues="LLaMA-Factory #2604, LLaMA-Factory #2161",
+)  # fmt: skip
+def not_gathered(source: Source) -> Iterator[Fault]:
+    """The partitions of every rank, complete, in place of a model or beside its saved weights."""
+    read, root = source.once(_read), source.folder.root
+    if isinstance(read, Partitions):
+        text = f"{read.world_size} ranks, {len(read.tensors)} tensors, {read.mode}"
+        fix = deliver(root, "<base>" if read.mode == "adapter" else None)
+        yield Fault(text, "an adapter or a model", fix=fix)
+    elif isinstance(read, ZeroCheckpoint | DistributedCheckpoint):
+        text, has_base = f"{len(read.trained)} trained tensors", True
+        if isinstance(read, ZeroCheckpoint):
+            step = "" if read.step is None else f", step {read.step}"
+            text = f"ZeRO-{read.stage} of {read.world_size} ranks, {text}{step}"
+            has_base = any(".lora_" in name for name in read.trained)
+        place = "" if read.root == root else read.root.name
+        fix = deliver(root, "<base>" if has_base else None)
+        yield Fault(text, "an adapter or a model", place, fix=fix)
+    states = [text for text in source.beside if "DeepSpeed" in text]
+    if states and (source.is_adapter or source.is_model):
+        broken = not source.tensors or any(not each.numel for each in source.tensors.values())
+        rest = ": the saved weights are broken, these may be intact" if broken else ""
+        base = source.base.folder.root if source.base is not None else "<base>"
+        try:
+            fix = deliver(find_step(root), base if source.is_adapter else None)
+        except ArtifactError:
+            fix = ""
+        yield Fault(f"{states[0]} beside the saved weights{rest}", "one of them", fix=fix)
+
+
+@check(
+    "ZERO_UNUSABLE", ERROR,
+    why="no tool can make a model of them, or it combines several runs into one that never was",
+    fix="copy the files of every rank of one step again, or use another step",
+    issues="OpenRLHF #1067, OpenRLHF PR #1208",
+)  # fmt: skip
+def unusable(source: Source) -> Iterator[Fault]:
+    """Partitions that are incomplete, damaged, of several runs, or of another kind of training."""
+    read, root = source.once(_read), source.folder.root
+    for message in read if isinstance(read, list) else ():
+        text = message.replace(f"{root}/", "").removeprefix(f"{root}: ")
+        yield Fault(text, "the files of all ranks of one step")
+
+
+@also("NOTHING_HERE")
+def several_steps(source: Source) -> Iterator[Fault]:
+    """Several DeepSpeed checkpoints in subfolders."""
+    further = _below(source)
+    if further:
+        text = f"{source.what} in subfolders: {some(reversed(further))}"
+        fix = command("audit", source=source.folder.root / further[-1])
+        yield Fault(text, "one of them", fix=fix)
+
+
+def _read(
+    source: Source,
+) -> ZeroCheckpoint | DistributedCheckpoint | Partitions | list[str] | None:
+    """Read the partitions; returns the reasons as a list if they are unusable."""
+    try:
+        if source.kind is Kind.SHARDS:
+            return read_partitions(source.folder.root)
+        if source.kind is Kind.DISTRIBUTED:
+            return read_distributed(source.folder.root)
+        if source.kind is Kind.DEEPSPEED and not _below(source):
+            return read_zero(source.folder.root)
+    except ArtifactError as error:
+        return list(error.details) or [error.message]
+    return None
+
+
+def _below(source: Source) -> list[str]:
+    """Return folders of checkpoints below this one, the newest last; empty if it is one itself.
+
+    A trainer's output folder holds them as `checkpoint-100/global_step100/`.
+    """
+    if source.kind is not Kind.DEEPSPEED:
+        return []
+    states = [name for name in source.folder.files if name.endswith(_MODEL_STATES)]
+    if any(name.count("/") < 2 for name in states):
+        return []
+    return sorted({name.rsplit("/", 2)[0] for name in states}, key=by_number)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, either
 from tasks.audit.checks.files import vllm_takes
 from tasks.audit.folder import open_weights
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, MODELS, Source, setting
-from tasks.weights.files.tensors import Tensors as Tensors
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.heads import (
     ADAPTER,
     HEAD,
@@ -34,11 +33,10 @@ def has_tensors(source: Source) -> bool:
 def _detected(source: Source) -> Detected:
     """Detect the head of the source, opened as `tasks.weights.heads` reads it."""
     is_adapter = source.is_adapter
-    sources: dict[str, Tensors] = {ADAPTER if is_adapter else MODEL: source.readable}
+    sources: dict[str, Tensors] = {ADAPTER if is_adapter else MODEL: source.tensors}
     beside = tuple(name for name in _side_files(source) if name in source.folder.files)
     if beside:
-        side = replace(source.recognised, weights=open_weights(source.folder, beside[0]))
-        sources[HEAD] = replace(source, recognised=side).readable
+        sources[HEAD] = open_weights(source.folder, beside[0]).tensors
     adapter_config = source.config(ADAPTER_CONFIG) if is_adapter else None
     folder = HeadFolder(source.folder.root, source.config(), adapter_config, sources, beside)
     return detect(folder)
@@ -68,11 +66,10 @@ def has_no_critic(source: Source) -> bool:
 def head_missing(source: Source) -> Iterator[Fault]:
     """A reward or value model without its head, or with LoRA on a head that was never saved."""
     detected = source.once(_detected)
-    if detected.head is not None or not source.weights.is_whole or detected.layered:
-        return
     reason, lora_on = detected.absence, detected.lora_on
     # Nothing is lost if the base has the head that an adapter lacks.
-    if source.base is not None and f"{lora_on or 'score'}.weight" in source.base.tensors:
+    in_base = source.base is not None and f"{lora_on or 'score'}.weight" in source.base.tensors
+    if detected.head is not None or not source.weights.is_whole or detected.layered or in_base:
         return
     if lora_on:
         name = f"base_model.model.{lora_on}.lora_A.weight"
@@ -135,7 +132,7 @@ def head_unusable(source: Source) -> Iterator[Fault]:
     if _is_critic(source):
         why = "no server has a class for it; a reward model would score a text by its last value"
         fix = "serve the policy that was trained with it"
-        yield Fault(source.recognised.what, "a policy, or a reward model", why=why, fix=fix)
+        yield Fault(source.what, "a policy, or a reward model", why=why, fix=fix)
         return
     for problem in detected.findings:
         if problem != detected.absence and MANY_LABELS not in problem:

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, also, check
-from tasks.audit.checks.adapter import adapter_keys, is_lora, pattern_of, plain_module
+from tasks.audit.checks.adapter import adapter_keys, is_lora, plain_module
 from tasks.audit.checks.adapter_base import fits_base
 from tasks.audit.checks.values import has_values
 from tasks.audit.class_contract import perform_apart
-from tasks.audit.scan import differ, same_header
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
 from tasks.weights.execute.worker import perform
@@ -45,49 +43,53 @@ def knows_adapter(source: Source) -> bool:
     return source.adapter is not None and has_values(source)
 
 
-def knows_base_only(source: Source) -> bool:
-    """Return True if the values are compared with the base alone."""
-    return source.adapter is None and has_values(source)
-
-
 def _proof(source: Source) -> Proof | str:
     """Compare every element with base + scale * B A; returns the reason if that is impossible."""
     if source.base is None or source.adapter is None:
         return "no base, or no adapter"
     try:
         made = planned(source.base.folder.root, source.adapter, perform=perform_apart)
-        return prove_merge(made.plan, made.sources, source.readable, tied=made.tied)
+        return prove_merge(made.plan, made.sources, source.tensors, tied=made.tied)
     except PlumblineError as error:
         return error.message
 
 
-def _untouched(proof: Proof) -> tuple[list[Verdict], list[Verdict]]:
-    """Return the tensors that the adapter does not touch, and those of them that differ."""
+def is_proven(source: Source) -> bool:
+    """Return True if a merge was compared with base and adapter."""
+    return knows_adapter(source) and isinstance(source.once(_proof), Proof)
+
+
+def _compared(source: Source) -> Proof:
+    proof = source.once(_proof)
+    if isinstance(proof, str):
+        raise LookupError(proof)
+    return proof
+
+
+def _differing(proof: Proof) -> tuple[int, list[Verdict]]:
+    """Return the number of tensors that the adapter does not touch, and those that differ."""
     untouched = [verdict for verdict in proof.verdicts if not verdict.touched]
-    return untouched, [verdict for verdict in untouched if verdict.state is State.CHANGED]
+    return len(untouched), [each for each in untouched if each.state is State.CHANGED]
 
 
-@also("WRONG_BASE", needs=(knows_adapter,))
+@also("WRONG_BASE", needs=(is_proven,))
 def merged_into_another(source: Source) -> Iterator[Fault]:
     """Most tensors that the adapter does not touch differ from the base's."""
-    proof = source.once(_proof)
-    untouched, changed = _untouched(proof) if isinstance(proof, Proof) else ([], [])
-    if len(changed) > max(_FEW, _OTHER_BASE * len(untouched)):
-        text = f"{len(changed)} of {len(untouched)} tensors that the adapter does not touch differ"
+    count, changed = _differing(_compared(source))
+    if len(changed) > max(_FEW, _OTHER_BASE * count):
+        text = f"{len(changed)} of {count} tensors that the adapter does not touch differ"
         yield Fault(text, "the base's, bit for bit", tensors=_names(changed))
 
 
 @check(
-    "MERGE_WRONG", ERROR, needs=(knows_adapter,),
+    "MERGE_WRONG", ERROR, needs=(is_proven,),
     why="the model is not the trained one: it loads everywhere, and nothing fails",
     fix="merge again from the base: {again}",
 )  # fmt: skip
 def merge_wrong(source: Source) -> Iterator[Fault]:
-    """Tensors that are not the base plus the adapter's change: one finding for each fault."""
-    proof = source.once(_proof)
-    if not isinstance(proof, Proof):
-        return
-    untouched, changed = _untouched(proof)
+    """Tensors that are not the base plus the adapter's change; a warning for two bases in one."""
+    proof = _compared(source)
+    count, changed = _differing(proof)
     for state, meaning in _FAULTS.items():
         wrong = [verdict for verdict in proof.of(state) if verdict not in changed]
         if wrong:
@@ -96,32 +98,19 @@ def merge_wrong(source: Source) -> Iterator[Fault]:
             text = f"{meaning}{rest}: {len(wrong)} of {len(proof.verdicts)} tensors"
             yield Fault(text, "base + scale * B A", _file(source, wrong), _names(wrong))
     if changed:
-        text = f"changed, and the adapter does not touch them: {len(changed)} of {len(untouched)}"
-        yield Fault(f"{text} tensors", "the base's", _file(source, changed), _names(changed))
+        text = f"changed, and the adapter does not touch them: {len(changed)} of {count} tensors"
+        yield Fault(text, "the base's", _file(source, changed), _names(changed))
     if proof.drifts and not proof.faults:
         text = f"a wrong scale: {proof.scale:.4f} times the change, over all tensors"
         yield Fault(text, "the change once")
-
-
-@check(
-    "MERGE_BASE", WARNING, needs=(knows_adapter,),
-    why="an adapter fits only one: the dequantised one if it was trained in 4 bits (QLoRA)",
-    fix="nothing, if training loaded the base in 4 bits; else merge again: {again}",
-)  # fmt: skip
-def merge_base(source: Source) -> Iterator[Fault]:
-    """Merged into the dequantised base, or partly into it and partly into the original."""
-    proof = source.once(_proof)
-    if not isinstance(proof, Proof):
-        return
     packed = [verdict for verdict in proof.verdicts if verdict.dequantized and verdict.touched]
-    right = [v for v in proof.verdicts if v.touched and v.state is State.RIGHT]
-    plain = [v for v in right if not v.dequantized and v.name.endswith("_proj.weight")]
-    if packed and plain:
-        text = f"{len(packed)} dequantised, {len(plain)} original"
-        yield Fault(text, "one base for all", tensors=_names(plain))
-    elif packed:
-        text = f"{len(packed)} tensors: the base's, quantised to NF4 and back, plus the change"
-        yield Fault(text, "a QLoRA adapter", severity=INFO)
+    right = [v for v in proof.of(State.RIGHT) if v.touched and not v.dequantized]
+    plain = [verdict for verdict in right if verdict.name.endswith("_proj.weight")]
+    if packed:
+        why = "an adapter fits one base: the dequantised one if it was trained in 4 bits (QLoRA)"
+        text = f"{len(packed)} into the base quantised to NF4 and back, {len(plain)} not"
+        severity = WARNING if plain else INFO
+        yield Fault(text, "one base for all", "", _names(plain), severity, why)
 
 
 @check(
@@ -140,75 +129,40 @@ def merge_not_proven(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "MERGE_ROUNDED", WARNING, needs=(knows_adapter,),
+    "MERGE_ROUNDED", WARNING, needs=(is_proven,),
     why="rounding to nearest drops changes below half a step of the format, as peft does",
     fix="merge with Plumbline, which rounds without bias: {again}",
 )  # fmt: skip
 def merge_rounded(source: Source) -> Iterator[Fault]:
-    """Rounding threw away part of what the adapter learned."""
-    proof = source.once(_proof)
-    if isinstance(proof, Proof) and _is_right(proof) and proof.kept < _KEPT:
-        worst = sorted(
-            (verdict for verdict in proof.verdicts if verdict.touched and verdict.sums),
-            key=lambda verdict: verdict.sums.kept_share if verdict.sums else 1.0,
-        )
+    """Rounding threw away part of what the adapter learned; an info if a merge would."""
+    proof = _compared(source)
+    if proof.ok and proof.kept < _KEPT:
+        touched = (each for each in proof.verdicts if each.touched and each.sums is not None)
+        worst = sorted(touched, key=lambda each: each.sums.kept_share if each.sums else 1.0)
         text = f"{proof.kept:.0%} of what the adapter learned is in these weights"
         yield Fault(text, "all of it", tensors=_names(worst[:_NAMED]))
 
 
-def _is_right(proof: Proof) -> bool:
-    return proof.ok and not proof.of(State.NOT_COMPARED)
-
-
 @check(
-    "MERGE_PROVEN", INFO, needs=(knows_adapter,),
+    "MERGE_PROVEN", INFO, needs=(is_proven,),
     why="every element was compared; differences are within the rounding of the dtypes",
     fix="nothing",
 )  # fmt: skip
 def merge_proven(source: Source) -> Iterator[Fault]:
     """Every tensor is base + scale * B A, or the base's."""
-    proof = source.once(_proof)
-    if isinstance(proof, Proof) and _is_right(proof) and proof.kept >= _KEPT:
+    proof = _compared(source)
+    if proof.ok and proof.kept >= _KEPT:
         touched = sum(verdict.touched for verdict in proof.verdicts)
         text = f"{touched} tensors are the base's plus the adapter's"
         yield Fault(f"{text}, {len(proof.verdicts) - touched} the base's", "exactly that")
 
 
-def _names(verdicts: Collection[Verdict]) -> list[str]:
+def _names(verdicts: Sequence[Verdict]) -> list[str]:
     return [verdict.name for verdict in verdicts]
 
 
-def _file(source: Source, verdicts: Collection[Verdict]) -> str:
-    name = next(iter(verdicts)).name.partition("[")[0]
-    return source.tensors[name].file if name in source.tensors else ""
-
-
-def _changes(source: Source) -> dict[str, dict[bool, list[str]]]:
-    """Sort the matrices of layers by kind, and by whether they differ from the base's."""
-    kinds: dict[str, dict[bool, list[str]]] = defaultdict(lambda: defaultdict(list))
-    base = source.base
-    for key, tensor in source.tensors.items():
-        kind = pattern_of(key)
-        if base is None or len(tensor.shape) != 2 or kind == key:
-            continue
-        if same_header(key, source, base):
-            kinds[kind][differ((source, key), (base, key))].append(key)
-    return kinds
-
-
-@check(
-    "MERGE_PARTIAL", WARNING, needs=(knows_base_only,),
-    why="a merge that stopped halfway looks like this; so does training of some layers",
-    fix="pass the adapter to check every tensor: {prove}",
-)  # fmt: skip
-def merge_partial(source: Source) -> Iterator[Fault]:
-    """Some layers equal the base's bit for bit, and others of the same kind do not."""
-    mixed = [each for each in source.once(_changes).values() if each[True] and each[False]]
-    same = [key for each in mixed for key in each[False]]
-    if same:
-        total = sum(len(each[True]) + len(each[False]) for each in mixed)
-        text = f"{len(same)} of {total} tensors are the base's"
-        yield Fault(text, "all changed, or none", tensors=same)
+def _file(source: Source, verdicts: Sequence[Verdict]) -> str:
+    return source.weights.file_of.get(verdicts[0].name.partition("[")[0], "")
 
 
 _ABSENT = "No module named"
@@ -249,47 +203,36 @@ def no_merge(source: Source) -> Iterator[Fault]:
 @also("ADAPTER_MODULES", needs=(may_plan,))
 def live_names(source: Source) -> Iterator[Fault]:
     """Names of older versions of transformers: a merge knows them, peft does not."""
-    plan, keys = source.once(_plan), source.once(adapter_keys)
+    plan, pairs = source.once(_plan), source.once(adapter_keys).pairs
     live = None if isinstance(plan, PlumblineError) else plan.live
     if live is None:
         return
     # peft converts the names of separate experts itself.
-    names = [plain_module(name) for name in keys.pairs if not EXPERT.search(name)]
+    names = [plain_module(name) for name in pairs if not EXPERT.search(name)]
     renamed = renamed_keys(live)
     moved = [n for n in names if n not in live.modules and f"{n}.weight" in renamed]
     if moved:
         expected = f"{PEFT_PREFIX}{renamed[f'{moved[0]}.weight'].removesuffix('.weight')}"
         text = f"{PEFT_PREFIX}{moved[0]}, a name of transformers 4"
-        yield Fault(text, expected, keys.pairs[moved[0]].file, moved)
+        yield Fault(text, expected, tensors=moved)
 
 
-@check(
-    "ADAPTER_ROUNDS_AWAY", INFO, needs=(fits_base,),
-    why="rounding to nearest drops changes below half a step of the format, as peft does",
-    fix="merge it with Plumbline, which rounds without bias: {merge}",
-)  # fmt: skip
+@also("MERGE_ROUNDED", needs=(fits_base,))
 def rounds_away(source: Source) -> Iterator[Fault]:
     """Merging this adapter with rounding to nearest loses part of it (with values=true)."""
-    if not source.values:
+    plan = source.once(_plan) if source.values else None
+    if not isinstance(plan, Planned):
         return
     update, kept = 0.0, {"BF16": 0.0, "F16": 0.0}
-    try:
-        made = source.once(_plan)
-        if isinstance(made, PlumblineError):
-            return  # adapter and base do not fit, which is a finding of other checks
-        for op in made.plan.ops:
-            if not op.terms or comparable(op, made.sources):
-                continue
-            for block in blocks(op, made.sources, sampled=True):
-                update += float(np.vdot(block.change, block.change))
-                for dtype in kept:
-                    gained = rounded(block.base + block.change, dtype) - block.base
-                    kept[dtype] += float(np.vdot(gained, block.change))
-    except PlumblineError:
-        return  # weights that cannot be read
+    for op in plan.plan.ops:
+        if not op.terms or comparable(op, plan.sources):
+            continue
+        for block in blocks(op, plan.sources, sampled=True):
+            update += float(np.vdot(block.change, block.change))
+            for dtype in kept:
+                gained = rounded(block.base + block.change, dtype) - block.base
+                kept[dtype] += float(np.vdot(gained, block.change))
     if update and kept["BF16"] < _KEPT * update:
-        yield Fault(
-            f"rounding the merged weights to nearest keeps {kept['BF16'] / update:.0%} of the "
-            f"update in bfloat16, {kept['F16'] / update:.0%} in float16",
-            "all of it",
-        )
+        shares = [f"{share / update:.0%} in {name}" for name, share in kept.items()]
+        text = f"rounding the merged weights to nearest keeps {' and '.join(shares)}"
+        yield Fault(text, "all of it", severity=INFO)

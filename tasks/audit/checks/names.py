@@ -13,7 +13,6 @@ from typing import Any
 
 from tasks.audit.check import ERROR, MODEL, WARNING, WHOLE, Fault, also, check
 from tasks.audit.class_contract import can_be_built, perform_apart
-from tasks.audit.folder import StoredTensor
 from tasks.audit.known import (
     first_architecture,
     is_multimodal,
@@ -117,20 +116,16 @@ def architecture(source: Source) -> Iterator[Fault]:
     issues="OpenRLHF #1039, LLaMA-Factory #4379",
 )  # fmt: skip
 def vllm_architecture(source: Source) -> Iterator[Fault]:
-    """A class that vLLM does not have."""
+    """A class that vLLM does not have; a warning if it may run that of another library."""
     names, lists = texts(source.config().get("architectures")), known()
     if not names or any(lists.serves(name) for name in names) or "CriticModel" in names:
         return  # a critic is not served: HEAD_UNUSABLE
     last = next((lists.last_version[name] for name in names if name in lists.last_version), "")
-    rest, severity = " or of transformers", ERROR
-    if last:
-        rest, severity = f"; {last} was the last version that had this one", WARNING
-    elif any(name in lists.classes for name in names):
-        rest, severity = "; it may run the class of transformers", WARNING
-    elif source.config().get("auto_map"):
-        rest, severity = "; this one needs --trust-remote-code", WARNING
-    text = f"architectures {', '.join(names)}"
-    yield Fault(text, f"a class of vLLM {lists.vllm}{rest}", file=CONFIG, severity=severity)
+    elsewhere = any(name in lists.classes for name in names) or source.config().get("auto_map")
+    older = f", or vLLM {last}, the last one that had it" if last else ""
+    severity = WARNING if last or elsewhere else None
+    text, expected = f"architectures {', '.join(names)}", f"a class of vLLM {lists.vllm}{older}"
+    yield Fault(text, expected, file=CONFIG, severity=severity)
 
 
 _TOWER = re.compile(
@@ -142,7 +137,6 @@ _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSequence
 _TEXT_HEADS = _HEADS[:2]
 _TEXT_KEYS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 _BARE = ("layers.", "embed_tokens.", "norm.")
-_DOUBLED = "model.model."
 
 
 @check(
@@ -153,37 +147,35 @@ _DOUBLED = "model.model."
 )  # fmt: skip
 def architecture_keys(source: Source) -> Iterator[Fault]:
     """Keys that do not belong to the class."""
-    config, keys = source.config(), source.once(plain_tensors)
+    config, keys = source.config(), list(source.once(plain_tensors))
     name = first_architecture(config)
     if source.kind is Kind.VALUE or not keys or name not in known().classes:
         return  # remote code may use any keys
+    multimodal = is_multimodal(config)
     towers = [key for key in keys if _TOWER.search(key)]
     wrapped = [key for key in keys if _WRAPPED.match(key)]
-    if name.endswith(_TEXT_HEADS) and is_plain_text(config) and (towers or wrapped):
-        text = "keys of a multimodal model"
-        yield Fault(text, f"those of {name}", tensors=towers or wrapped)
-    elif is_multimodal(config) and name.endswith("ForConditionalGeneration"):
-        if all(key.startswith(_TEXT_KEYS) for key in keys):
-            expected = f"those of {name}: a language model within it, and its tower"
-            yield Fault("keys of a language model alone", expected, tensors=list(keys))
-        short = [key for key in wrapped if key.removeprefix("language_model.").startswith(_BARE)]
-        if short:
-            expected = f"those of {name}: language_model.model. or model.language_model."
-            yield Fault("language_model. without model.", expected, tensors=short)
-        if len({key.partition("language_model.")[0] for key in wrapped}) > 1:
-            yield Fault("two layouts of one model", "one", tensors=wrapped)
-    doubled = [key for key in keys if key.startswith(_DOUBLED)]
-    if doubled:
-        yield Fault("a prefix twice", "model. once", tensors=doubled)
+    short = [key for key in wrapped if key.removeprefix("language_model.").startswith(_BARE)]
+    doubled = [key for key in keys if key.startswith("model.model.")]
     bare = [key for key in keys if key.startswith(_BARE)]
     # Some multimodal families store the language model's keys without a prefix.
-    plain = name.endswith(_HEADS) and not is_multimodal(config)
-    if plain and bare and not any(key.startswith("model.") for key in keys):
-        yield Fault("keys of a bare backbone", "the same behind model.", tensors=bare)
+    plain = name.endswith(_HEADS) and not any(key.startswith("model.") for key in keys)
+    text_class = name.endswith(_TEXT_HEADS) and is_plain_text(config)
+    outer = multimodal and name.endswith("ForConditionalGeneration")
+    for wrong, is_wrong, text, expected in (
+        (towers or wrapped, text_class, "keys of a multimodal model", f"those of {name}"),
+        (keys, outer and all(key.startswith(_TEXT_KEYS) for key in keys),
+         "keys of a language model alone", f"those of {name}, with its tower"),
+        (short, outer, "language_model. without model.",
+         f"those of {name}: language_model.model. or model.language_model."),
+        (doubled, True, "a prefix twice", "model. once"),
+        (bare, plain and not multimodal, "keys of a bare backbone", "the same behind model."),
+    ):  # fmt: skip
+        if wrong and is_wrong:
+            yield Fault(text, expected, tensors=wrong)
 
 
 _ONE_EACH = re.compile(r"(?P<at>.+\.experts)\.(?P<number>\d{1,6})\.(?P<part>.+)")
-_FUSED = re.compile(r"(?P<at>.+\.experts)\.(?P<part>(gate_up_proj|down_proj|gate_proj|up_proj).*)")
+_FUSED = re.compile(r"(?P<at>.+\.experts)\.(gate_up_proj|down_proj|gate_proj|up_proj).*")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _STORED_EACH = frozenset(
     {
@@ -200,16 +192,11 @@ _MOST = 10_000
 
 @dataclass
 class _Experts:
-    """Experts of one layer: the tensors of each by its number, and those of all experts at once."""
+    """Experts of one layer: parts of each by its number, and keys of those of all experts."""
 
     parts: dict[int, set[str]] = field(default_factory=dict)
-    fused: dict[str, StoredTensor] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        """Number of experts."""
-        sizes = (tensor.shape[0] for tensor in self.fused.values())
-        return max(max(self.parts, default=-1) + 1, *sizes, 0)
+    fused: list[str] = field(default_factory=list)
+    count: int = 0
 
 
 def _experts(source: Source) -> dict[str, _Experts]:
@@ -218,19 +205,21 @@ def _experts(source: Source) -> dict[str, _Experts]:
     if of_text(source.config(), _IDENTITY):
         return layers
     for key, tensor in source.once(plain_tensors).items():
-        each, fused = _ONE_EACH.fullmatch(key), _FUSED.fullmatch(key)
-        if each:
-            parts = layers.setdefault(each["at"], _Experts()).parts
-            parts.setdefault(int(each["number"]), set()).add(each["part"])
-        elif fused and len(tensor.shape) == 3:
-            layers.setdefault(fused["at"], _Experts()).fused[key] = tensor
+        if each := _ONE_EACH.fullmatch(key):
+            layer, number = layers.setdefault(each["at"], _Experts()), int(each["number"])
+            layer.parts.setdefault(number, set()).add(each["part"])
+            layer.count = max(layer.count, number + 1)
+        elif (fused := _FUSED.fullmatch(key)) and len(tensor.shape) == 3:
+            layer = layers.setdefault(fused["at"], _Experts())
+            layer.fused.append(key)
+            layer.count = max(layer.count, tensor.shape[0])
     return layers
 
 
-def _expert_count(config: Mapping[str, Any]) -> int | None:
-    """Return the number of routed experts per layer in config.json."""
+def _expert_count(config: Mapping[str, Any]) -> int:
+    """Return the number of routed experts per layer in config.json; 0 for none."""
     counts = (whole(of_text(config, name)) for name in _EXPERT_COUNTS)
-    return next((count for count in counts if count), None)
+    return next((count for count in counts if count), 0)
 
 
 @check(
@@ -332,7 +321,7 @@ def cannot_be_built(source: Source) -> Iterator[Fault]:
     issues="OpenRLHF #1232, OpenRLHF #180, OpenRLHF #209",
 )  # fmt: skip
 def tensor_missing(source: Source) -> Iterator[Fault]:
-    """Tensors of the class, of the layers in config.json, or of the base, that are missing."""
+    """Tensors of the class, or of the base, that are missing."""
     config, tensors = source.config(), source.once(plain_tensors)
     if reason := oversized(config):  # the config announces more tensors than any model has
         yield Fault(reason, "a plausible number of tensors", file=CONFIG)
@@ -342,7 +331,7 @@ def tensor_missing(source: Source) -> Iterator[Fault]:
         text = f"{len(experts)} tensors of experts are missing"
         yield Fault(text, "the same tensors for every expert, in every layer", tensors=experts)
     explained = {model_name(key) for key in source.explained}
-    of_class, layers = source.once(_class_of), source.once(_layers)
+    of_class = source.once(_class_of)
     if of_class is not None and not of_class.problem:
         shapes = of_class.shapes
         lost = [key for key in shapes if key not in tensors and key not in explained]
@@ -354,11 +343,17 @@ def tensor_missing(source: Source) -> Iterator[Fault]:
         lost = [key for key in _lost_of_base(source) if key not in explained]
         if lost:
             yield Fault(f"{len(lost)} are missing", "every tensor of the base", tensors=lost)
-        there = {int(match["number"]) for key in lost if (match := _LAYER.match(key))}
-        lacking = [f"layer {number}" for number in layers.lacking if number not in there]
-        if lacking:
-            yield Fault(layers.text, f"{layers.count}, as config.json says", tensors=lacking)
-    if layers.lacks_mtp:
+
+
+@also("TENSOR_MISSING", needs=(MODEL, WHOLE))
+def prediction_layers_missing(source: Source) -> Iterator[Fault]:
+    """Layers of multi-token prediction that config.json promises."""
+    config, keys = text_config(source.config()), source.once(plain_tensors)
+    count = whole(config.get("num_hidden_layers")) or 0
+    numbers = {int(match[1]) for key in keys if (match := _LAYER.search(key))}
+    there = any(number >= count for number in numbers)
+    there = there or any(key.startswith("mtp.") or ".mtp." in key for key in keys)
+    if numbers and not there and any((whole(config.get(name)) or 0) > 0 for name in _MTP):
         yield Fault(
             "layers of multi-token prediction in config.json, none in the files",
             "their tensors, or 0", file=CONFIG, severity=WARNING,
@@ -373,7 +368,7 @@ def _lost_experts(source: Source) -> list[str]:
     count = _expert_count(source.config())
     for at, layer in layers.items():
         usual = set().union(*layer.parts.values())
-        total = (count or max(layer.parts) + 1) if layer.parts else 0
+        total = (count or layer.count) if layer.parts else 0
         for number in range(min(total, _MOST)):
             parts = sorted(usual - layer.parts.get(number, set()))
             lost += [f"{at}.{number}.{part}" for part in parts]
@@ -413,7 +408,7 @@ def tensor_unexpected(source: Source) -> Iterator[Fault]:
     "SHAPE_MISMATCH", ERROR, needs=(MODEL, WHOLE),
     why="`size mismatch for ...` in transformers, an assertion in vLLM's weight loader",
     fix="take the config.json that was saved with the weights",
-    issues="OpenRLHF #682, LLaMA-Factory #3125",
+    issues="OpenRLHF #682, OpenRLHF #87, LLaMA-Factory #3125, LLaMA-Factory #10186",
 )  # fmt: skip
 def shape_mismatch(source: Source) -> Iterator[Fault]:
     """Shapes or numbers of experts that disagree with config.json: a finding for each size."""
@@ -428,57 +423,15 @@ def shape_mismatch(source: Source) -> Iterator[Fault]:
         wrong.setdefault((str(list(tensor.shape)), str(list(shape))), []).append(key)
     count = _expert_count(source.config())
     for at, layer in source.once(_experts).items():
-        differs = layer.count != count if layer.fused else layer.count > (count or 0)
+        differs = layer.count != count if layer.fused else layer.count > count
         if count and layer.count and differs:
             wrong.setdefault((f"{layer.count} experts", f"{count}"), []).append(at)
     for (actual, expected), keys in wrong.items():
         yield Fault(actual, f"{expected}, as config.json says", tensors=keys)
 
 
-_LAYER = re.compile(r"^(?P<at>(?:.*\.)?(?:layers|h|blocks))\.(?P<number>\d{1,6})\.")
-_COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
 _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """Layers of the files against config.json; `mtp` are those of multi-token prediction."""
-
-    count: int = 0
-    text: str = ""
-    lacking: Collection[int] = ()
-    lacks_mtp: bool = False
-
-
-def _layers(source: Source) -> _Layers:
-    config, text = source.config(), text_config(source.config())
-    keys = source.once(plain_tensors)
-    lists: dict[str, set[int]] = {}  # layer numbers by the name of their list, without towers
-    for key in keys:
-        match = _LAYER.match(key)
-        if match and not _TOWER.search(key) and "mtp" not in match["at"]:
-            lists.setdefault(match["at"], set()).add(int(match["number"]))
-    counts = [count for name in _COUNTS if (count := whole(of_text(config, name)))]
-    odd = config.get("is_encoder_decoder") or first_architecture(config) not in known().classes
-    if not lists or not counts or odd or source.kind is Kind.VALUE:
-        return _Layers()
-    promised = next((n for name in _MTP if (n := whole(text.get(name))) and n > 0), 0)
-    # Some families count halves or stacks of layers, under these or other names.
-    counted = {value for name, value in text.items() if "layer" in name and whole(value)}
-    full = [
-        numbers
-        for numbers in lists.values()
-        if len(numbers) in counted and max(numbers) == len(numbers) - 1
-    ]
-    numbers = full[0] if full else lists[min(lists, key=lambda at: (at.count("."), at))]
-    count = len(numbers) if full else counts[0]
-    has_mtp = any(key.startswith("mtp.") or ".mtp." in key for key in keys)
-    return _Layers(
-        count,
-        f"{len(numbers)} layers, up to {max(numbers)}",
-        [number for number in range(min(count, max(numbers) + 1000)) if number not in numbers],
-        bool(promised) and not has_mtp and not any(number >= count for number in numbers),
-    )
 
 
 def _lost_of_base(source: Source) -> list[str]:

@@ -61,36 +61,25 @@ def turn_ends(
     issues="LLaMA-Factory #5489, OpenRLHF #1069, LLaMA-Factory #10596",
 )  # fmt: skip
 def templates_differ(source: Source) -> Iterator[Fault]:
-    """Different chat templates in one folder; an info if the template is not the base's."""
+    """Chat templates that differ or do not parse; an info if the template is not the base's."""
     places = source.once(template_places)
     first = next(iter(places), "")
     for place, text in places.items():
         if text != places[first]:
             # Processors of published models have their own templates, for images.
             severity = WARNING if place in _PROCESSORS else None
-            text = f"another template than in {first}"
-            yield Fault(text, "the same in both", file=place, severity=severity)
-    theirs = set(template_places(source.base).values()) if source.base is not None else set()
-    if places and theirs and not theirs & set(places.values()):
-        why = (
-            "intended if training had its own; else the reason why an API with the base's is better"
-        )
-        fix = "compare it with the template of the training run"
-        yield Fault("not the base's", "the base's, unless intended", first, (), INFO, why, fix)
-
-
-@check(
-    "TEMPLATE_BROKEN", ERROR, needs=(writes_chats,),
-    why="every chat request fails with a TemplateSyntaxError",
-    fix="save the template of the training run again",
-)  # fmt: skip
-def template_broken(source: Source) -> Iterator[Fault]:
-    """A chat template that does not parse."""
-    for place, text in source.once(template_places).items():
+            yield Fault(f"another template than in {first}", "the same", place, severity=severity)
         try:
             read_template(text, ())
         except BrokenTemplateError as error:
-            yield Fault(str(error), "a template that parses", file=place)
+            why = "every chat request fails with a TemplateSyntaxError"
+            fix = "save the template of the training run again"
+            yield Fault(str(error), "a template that parses", place, why=why, fix=fix)
+    theirs = set(template_places(source.base).values()) if source.base is not None else set()
+    if places and theirs and not theirs & set(places.values()):
+        why = "intended if training had its own; else it is the reason of other responses"
+        fix = "compare it with the template of the training run"
+        yield Fault("not the base's", "the base's, unless intended", first, (), INFO, why, fix)
 
 
 MAX_BYTES = 256 << 10

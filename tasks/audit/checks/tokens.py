@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import tasks.audit
-from tasks.audit.check import BASE, ERROR, INFO, WARNING, Fault, check, either
+from tasks.audit.check import BASE, ERROR, INFO, WARNING, Fault, also, check, either
 from tasks.audit.checks.templates import (
     JINJA,
     SETTINGS,
@@ -22,7 +22,6 @@ from tasks.audit.checks.templates import (
     turn_ends,
     writes_chats,
 )
-from tasks.audit.folder import Folder
 from tasks.audit.known import content, is_multimodal, of_text, text_config, token_ids, whole
 from tasks.audit.scan import differ
 from tasks.audit.source import CONFIG, Kind, Source, setting
@@ -51,34 +50,35 @@ class Tokens:
         highest_plain: highest id of the vocabulary without added tokens; -1 if there is none.
     """
 
-    ids: Mapping[str, int] = field(default_factory=dict, repr=False)
-    added: Mapping[str, int] = field(default_factory=dict)
-    special: frozenset[str] = frozenset()
-    rows: int = 0
-    highest_plain: int = -1
+    ids: Mapping[str, int]
+    added: Mapping[str, int]
+    special: frozenset[str]
+    rows: int
+    highest_plain: int
 
 
 def tokens_of(source: Source) -> Tokens:
     """Read the tokenizer.json of a source."""
-    return read_tokens(source.folder)
-
-
-def read_tokens(folder: Folder) -> Tokens:
-    """Read the tokenizer.json of a folder."""
-    document = folder.json(TOKENIZER)
-    plain = _vocabulary(document)
+    document = source.config(TOKENIZER)
+    vocabulary = _model(document).get("vocab")
+    plain: dict[str, int] = {}
+    if isinstance(vocabulary, list):  # pieces and scores
+        pieces = enumerate(vocabulary)
+        plain = {str(entry[0]): n for n, entry in pieces if isinstance(entry, list) and entry}
+    elif isinstance(vocabulary, Mapping):
+        plain = {text: number for text, number in vocabulary.items() if type(number) is int}
     entries = document.get("added_tokens")
-    added, special = dict[str, int](), set[str]()
-    for token in entries if isinstance(entries, list) else ():
-        if isinstance(token, Mapping) and type(token.get("id")) is int and "content" in token:
-            added[str(token["content"])] = token["id"]
-            if token.get("special") is True:
-                special.add(str(token["content"]))
+    tokens = [
+        token
+        for token in (entries if isinstance(entries, list) else ())
+        if isinstance(token, Mapping) and type(token.get("id")) is int and "content" in token
+    ]
+    added = {str(token["content"]): token["id"] for token in tokens}
+    special = frozenset(str(t["content"]) for t in tokens if t.get("special") is True)
     highest = max(plain.values(), default=-1)
-    rows = max((highest, *added.values()), default=-1) + 1
-    if not plain and _model(document).get("vocab"):
-        rows = 0  # an unknown kind of vocabulary
-    return Tokens({**plain, **added}, added, frozenset(special), rows, highest)
+    is_unknown = bool(vocabulary) and not plain  # another kind of vocabulary
+    rows = 0 if is_unknown else max((highest, *added.values()), default=-1) + 1
+    return Tokens({**plain, **added}, added, special, rows, highest)
 
 
 def _model(document: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -86,41 +86,24 @@ def _model(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return model if isinstance(model, Mapping) else {}
 
 
-def _vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
-    """Return the ids of a vocabulary, which is a mapping to ids or a list of pieces and scores."""
-    vocabulary = _model(document).get("vocab")
-    if isinstance(vocabulary, list):
-        pieces = enumerate(vocabulary)
-        return {str(entry[0]): n for n, entry in pieces if isinstance(entry, list) and entry}
-    if isinstance(vocabulary, Mapping):
-        return {text: number for text, number in vocabulary.items() if type(number) is int}
-    return {}
-
-
 def writes_text(source: Source) -> bool:
     """Return True for a model that writes text."""
     return source.kind in (Kind.MODEL, Kind.VALUE)
 
 
-@check(
-    "FILE_MISSING", WARNING, needs=(either,),
-    why="vLLM does not start, refuses chats, or samples by its own settings and EOS",
-    fix="copy it from the training run; generation and processor settings from the base",
-    issues="verl #7198, LLaMA-Factory #10396, EasyR1 PR #48, llm-compressor #1305",
-)  # fmt: skip
-def file_missing(source: Source) -> Iterator[Fault]:
+@also("FILE_MISSING", needs=(either,))
+def files_beside_missing(source: Source) -> Iterator[Fault]:
     """No tokenizer, chat template, generation_config.json or processor configuration."""
-    files = source.folder.files
-    if source.is_model and not files.keys() & {*_TOKENIZERS}:
+    files = source.folder.files.keys()
+    if source.is_model and not files & {*_TOKENIZERS}:
         yield Fault("no tokenizer", " or ".join(_TOKENIZERS[:2]))
     if writes_text(source) and GENERATION not in files:
         yield Fault("no such file", GENERATION, severity=INFO)
-    places = source.once(template_places)
-    if writes_chats(source) and not places and TOKENIZER in files:
+    if writes_chats(source) and TOKENIZER in files and not source.once(template_places):
         lost = source.base is not None and bool(template_places(source.base))
         yield Fault("no chat template", JINJA, severity=None if lost else INFO)
     is_seeing = source.is_model and is_multimodal(source.config()) and source.tensors
-    if is_seeing and not files.keys() & {*_PROCESSORS}:
+    if is_seeing and not files & {*_PROCESSORS}:
         yield Fault("no processor configuration", "that of the base", file=_PROCESSORS[0])
 
 
@@ -152,7 +135,7 @@ def tied_head(source: Source) -> Iterator[Fault]:
         return
     head, embedding = tensors[embeddings.output], tensors[embeddings.input]
     differs = head.shape != embedding.shape
-    if source.is_read and head.start >= 0 and embedding.start >= 0:
+    if source.is_read and head.extents and embedding.extents:
         stored = {tensor: key for key, tensor in source.tensors.items()}
         differs |= head.dtype != embedding.dtype
         differs = differs or differ((source, stored[head]), (source, stored[embedding]))
@@ -171,12 +154,7 @@ def _rows(source: Source) -> tuple[str, int]:
     return name, tensors[name].shape[0] if name else 0
 
 
-@check(
-    "VOCAB_SIZE", ERROR, needs=(has_embedding,),
-    why="transformers refuses with 'size mismatch', vLLM with an assertion in its loader",
-    fix="set vocab_size in config.json; save both embeddings after resize_token_embeddings",
-    issues="LLaMA-Factory #3125, OpenRLHF #87, LLaMA-Factory #10186",
-)  # fmt: skip
+@also("SHAPE_MISMATCH", needs=(has_embedding,))
 def vocab_size(source: Source) -> Iterator[Fault]:
     """Different numbers of rows: of vocab_size, the input embedding, the output embedding."""
     tensors, (name, rows) = source.once(plain_tensors), _rows(source)
@@ -186,7 +164,8 @@ def vocab_size(source: Source) -> Iterator[Fault]:
         yield Fault(f"{rows} rows, vocab_size {size}", "equal", tensors=[name], fix=fix)
     head = embeddings_of(tensors, source.config()).output
     if head and tensors[head].shape[:1] != (rows,):
-        yield Fault(f"{list(tensors[head].shape)}", f"{rows} rows, as {name} has", tensors=[head])
+        fix = "save both embeddings after resize_token_embeddings"
+        yield Fault(str(list(tensors[head].shape)), f"{rows} rows, as {name}", "", [head], fix=fix)
 
 
 _WHOLE_EMBEDDING = re.compile(r"\.(embed_tokens|lm_head)\.((token_adapter\.)?base_layer\.)?weight$")
@@ -199,25 +178,23 @@ _WHOLE_EMBEDDING = re.compile(r"\.(embed_tokens|lm_head)\.((token_adapter\.)?bas
     issues="OpenRLHF #87, OpenRLHF PR #163",
 )  # fmt: skip
 def tokenizer_rows(source: Source) -> Iterator[Fault]:
-    """Tokens without a row in the embedding."""
-    rows = 0
+    """Tokens without a row in the embedding; a warning for special ones that nothing uses."""
+    rows, tokens = 0, source.once(tokens_of)
     if source.is_adapter:
-        stored = (t.shape for key, t in source.tensors.items() if _WHOLE_EMBEDDING.search(key))
+        stored = [t.shape for key, t in source.tensors.items() if _WHOLE_EMBEDDING.search(key)]
         rows = max((shape[0] for shape in stored if len(shape) == 2), default=0)
         if not rows and source.base is not None and source.base.is_model:
             _, rows = _rows(source.base)
     elif has_embedding(source):
         _, rows = _rows(source)
-    tokens = source.once(tokens_of)
     if not rows or tokens.rows <= rows:
         return
     beyond = {text for text, number in tokens.added.items() if number >= rows}
-    settings = source.config(SETTINGS)
-    used = {content(settings.get(role)) for role in _ROLES} & beyond
+    used = {content(source.config(SETTINGS).get(role)) for role in _ROLES} & beyond
     # Some published models have special tokens for images, which they do not process.
-    plain = tokens.highest_plain >= rows or not beyond <= tokens.special
+    needed = used or tokens.highest_plain >= rows or not beyond <= tokens.special
     text, expected = f"{tokens.rows} ids", f"at most {rows}, the rows of the embedding"
-    severity = None if used or plain else WARNING
+    severity = None if needed else WARNING
     yield Fault(text, expected, TOKENIZER, sorted(used or beyond), severity=severity)
 
 
@@ -229,64 +206,56 @@ def tokenizer_rows(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def token_unknown(source: Source) -> Iterator[Fault]:
     """A special token or a marker of the template that is no token, or an id beyond the rows."""
-    tokens = source.once(tokens_of)
+    tokens, rows = source.once(tokens_of), _rows(source)[1] if source.is_model else 0
     for role in _ROLES:
         token = content(source.config(SETTINGS).get(role))
         if token and tokens.rows and token not in tokens.ids:
             yield Fault(f"{role} {token!r}", f"a token of {TOKENIZER}", file=SETTINGS)
-    rows = _rows(source)[1] if source.is_model else 0
     for file in (CONFIG, GENERATION) if rows else ():
         for name in _IDS:
-            ids = token_ids(of_text(source.config(file), name))
-            beyond = [number for number in ids if number >= rows]
+            beyond = [n for n in token_ids(of_text(source.config(file), name)) if n >= rows]
             if beyond:
-                text = f"{name} {beyond[0]}"
-                yield Fault(text, f"below {rows}, the embedding's rows", file=file)
+                expected = f"below {rows}, the embedding's rows"
+                yield Fault(f"{name} {beyond[0]}", expected, file=file)
     places = source.once(template_places) if tokens.rows and writes_chats(source) else {}
     for place, text in places.items():
         try:
-            markers = read_template(text, tokens.special).markers
+            unknown = read_template(text, tokens.special).markers - tokens.ids.keys()
         except BrokenTemplateError:
-            continue  # TEMPLATE_BROKEN
-        unknown = sorted(markers - tokens.ids.keys())
+            continue  # TEMPLATES_DIFFER
         if unknown:
-            yield Fault("not tokens of the tokenizer", "tokens", place, unknown, severity=WARNING)
+            yield Fault("not tokens of the tokenizer", "tokens", place, sorted(unknown), WARNING)
 
 
 @dataclass(frozen=True)
 class _Ends:
-    """Ids that end a response: where generation stops, and where the model was trained to end."""
+    """Ids that end a response, by the file that says so.
 
-    in_generation: tuple[int, ...]
-    in_config: tuple[int, ...]
+    Attributes:
+        stops: ids at which generation stops: those of generation_config.json, else of config.json.
+        eos: the tokenizer's; None if it has none.
+        turns: ids with which the chat template ends a message.
+    """
+
+    generation: tuple[int, ...]
+    config: tuple[int, ...]
     eos: int | None
     turns: tuple[int, ...]
-    of_base: tuple[int, ...]
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Ids at which generation stops."""
-        return self.in_generation or self.in_config
-
-    @property
-    def wanted(self) -> list[int]:
-        """All ids that any file names: more EOS ids lose no text of the model."""
-        own = () if self.eos is None else (self.eos,)
-        ids = (*own, *self.turns, *self.in_generation, *self.in_config)
-        return list(dict.fromkeys(ids))
+        return self.generation or self.config
 
 
 def _ends(source: Source) -> _Ends:
     tokens = source.once(tokens_of)
     token = content(source.config(SETTINGS).get("eos_token"))
     eos = tokens.ids.get(token) if token else None
-    base = source.base.config() if source.has_base and source.base is not None else {}
     return _Ends(
         token_ids(source.config(GENERATION).get("eos_token_id")),
         token_ids(of_text(source.config(), "eos_token_id")),
         eos,
         tuple(turn_ends(source, tokens.ids, tokens.special, eos)),
-        token_ids(of_text(base, "eos_token_id")),
     )
 
 
@@ -320,8 +289,8 @@ def token_missing(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def eos_disagrees(source: Source) -> Iterator[Fault]:
     """Generation stops at other tokens than the tokenizer, the template or the base says."""
-    ends = source.once(_ends)
-    stops, config, generation = {*ends.stops}, {*ends.in_config}, {*ends.in_generation}
+    ends, base = source.once(_ends), source.base
+    stops, config, generation = {*ends.stops}, {*ends.config}, {*ends.generation}
     if not stops:
         return
     unstopped = ends.eos is not None and ends.eos not in stops
@@ -329,19 +298,21 @@ def eos_disagrees(source: Source) -> Iterator[Fault]:
     if ends.turns and not stops & {*ends.turns}:
         reasons.append(f"turns of the chat template end with {_listed(ends.turns)}")
     if generation and config and not generation & config:
-        reasons.append(f"{CONFIG} stops at {_listed(ends.in_config)}")
-    if config and ends.of_base and not config & {*ends.of_base}:
-        reasons.append(f"the base stops at {_listed(ends.of_base)}")
+        reasons.append(f"{CONFIG} stops at {_listed(ends.config)}")
+    of_base = token_ids(of_text(base.config(), "eos_token_id")) if base and base.is_model else ()
+    if config and of_base and not config & {*of_base}:
+        reasons.append(f"the base stops at {_listed(of_base)}")
     if reasons:
+        own = () if ends.eos is None else (ends.eos,)
+        wanted = list(dict.fromkeys((*own, *ends.turns, *ends.generation, *ends.config)))
         text = f"stops at {_listed(ends.stops)}; {'; '.join(reasons)}"
-        value = ends.wanted[0] if len(ends.wanted) == 1 else ends.wanted
-        yield Fault(
-            text, f"{_listed(ends.wanted)} among them", GENERATION if generation else CONFIG,
-            severity=None if unstopped else WARNING, fix=setting(GENERATION, eos_token_id=value),
-        )  # fmt: skip
+        fix = setting(GENERATION, eos_token_id=wanted[0] if len(wanted) == 1 else wanted)
+        severity = None if unstopped else WARNING
+        file = GENERATION if generation else CONFIG
+        yield Fault(text, f"{_listed(wanted)} among them", file, severity=severity, fix=fix)
 
 
-def _listed(ids: Any) -> str:
+def _listed(ids: Iterable[int]) -> str:
     return ", ".join(map(str, ids)) or "nothing"
 
 
@@ -362,21 +333,22 @@ GENERIC_TOKENIZER = "PreTrainedTokenizerFast"
 )  # fmt: skip
 def tokenizer_misread(source: Source) -> Iterator[Fault]:
     """A tokenizer class that reads tokenizer.json wrongly."""
-    built, document = _built(source), source.config(TOKENIZER)
+    config = source.config() or (source.base.config() if source.base is not None else {})
+    built, document = _built(source, config), source.config(TOKENIZER)
     if not built or not document or _parts(document) == _parts(built):
         return
-    known, severity = find_spec("tokenizers") is not None, None
-    reason = misread_as(source.folder.root, built) if known else "its steps are not the class's"
-    if not known or is_leading(reason):
-        severity = WARNING  # other steps may make the same ids; prompts have the same
+    reason, severity = "its steps are not the class's", WARNING
+    if find_spec("tokenizers") is not None:
+        reason = misread_as(source.folder.root, built)
+        severity = WARNING if is_leading(reason) else ERROR  # prompts may have the same ids
     if reason:
-        kind, name = _model_type(source), str(source.config(SETTINGS).get("tokenizer_class"))
+        kind, name = config.get("model_type"), str(source.config(SETTINGS).get("tokenizer_class"))
         text, expected = f"tokenizer_class {name!r}: {reason}", f"{GENERIC_TOKENIZER!r}"
         fix = _NO_CLASS.format(kind) if kind in _table()["not_of_config"] else ""
         yield Fault(text, expected, file=SETTINGS, severity=severity, fix=fix)
 
 
-def _built(source: Source) -> Mapping[str, Any] | None:
+def _built(source: Source, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the pipeline that transformers 5 builds; None if it reads the file.
 
     `tests/audit/test_known.py` makes the table from the installed library.
@@ -384,9 +356,13 @@ def _built(source: Source) -> Mapping[str, Any] | None:
     table, settings = _table(), source.config(SETTINGS)
     if "auto_map" in settings:
         return None  # code of the model
-    named = settings.get("tokenizer_class") or _config(source).get("tokenizer_class")
-    short = named.removesuffix("Fast") if isinstance(named, str) else ""
-    name = _loaded(_model_type(source), short)
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    name = named.removesuffix("Fast") if isinstance(named, str) else ""
+    # The class that AutoTokenizer takes, by the rules of transformers 5
+    kind = str(config.get("model_type", ""))
+    registered = table["registered"].get(kind, "")
+    if registered == _READER or not name or (registered and kind in table["not_of_config"]):
+        name = registered or name
     variants = table["built"].get(table["classes"].get(name, ""))
     if variants is None:
         return None
@@ -395,26 +371,6 @@ def _built(source: Source) -> Mapping[str, Any] | None:
     number = variants.get(json.dumps(chosen, sort_keys=True) if chosen else "", variants[""])
     pipeline: Mapping[str, Any] = table["pipelines"][number]
     return pipeline
-
-
-def _config(source: Source) -> Mapping[str, Any]:
-    """Return config.json of a model, or of an adapter's base."""
-    return source.config() or (source.base.config() if source.base is not None else {})
-
-
-def _model_type(source: Source) -> str:
-    return str(_config(source).get("model_type", ""))
-
-
-def _loaded(kind: str, named: str) -> str:
-    """Return the class that AutoTokenizer takes, by the rules of transformers 5."""
-    table = _table()
-    registered = table["registered"].get(kind, "")
-    if not named or not registered or registered == named:
-        return named or registered
-    if registered == _READER:
-        return _READER
-    return registered if kind in table["not_of_config"] else named
 
 
 @cache

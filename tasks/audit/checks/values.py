@@ -12,17 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.audit.check import ADAPTER, ERROR, MODEL, READ, WARNING, Fault, also, check, some
-from tasks.audit.checks.adapter import has_settings
+from tasks.audit.checks.adapter import has_settings, pattern_of
 from tasks.audit.checks.names import other_sizes
 from tasks.audit.known import of_text, whole
-from tasks.audit.scan import first_difference, same_header, scan
+from tasks.audit.scan import differ, first_difference, same_header, scan
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
-from tasks.audit.tensor_names import embeddings_of
 from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.identity import base_mismatch
 from tasks.weights.files.names import parse_peft
 from tasks.weights.files.tensors import Reader
-from tasks.weights.quantized.config_fields import stored
 
 _LEAST, _COSINE = 0.5, 0.5
 """Least ratio of norms, and least median cosine, of a trained model's matrices to its base's.
@@ -38,8 +36,8 @@ _HUB = 3
 @check(
     "WRONG_BASE", ERROR,
     why="shapes that agree raise no error: correct before the merge, garbage after it",
-    fix="pass the base that the training run used",
-    issues="LLaMA-Factory #4913, LLaMA-Factory #2505, LLaMA-Factory #5930",
+    fix="pass the base that the training run used, and name it in adapter_config.json",
+    issues="LLaMA-Factory #4913, LLaMA-Factory #2505, LLaMA-Factory #5930, LLaMA-Factory #6105",
 )  # fmt: skip
 def wrong_base(source: Source) -> Iterator[Fault]:
     """Not made from this base."""
@@ -47,12 +45,12 @@ def wrong_base(source: Source) -> Iterator[Fault]:
     if base is None:
         return
     if not base.is_model:
-        text, root = f"{base.recognised.what}; nothing was compared with it", base.folder.root
+        text, root = f"{base.what}; nothing was compared with it", base.folder.root
         fix = "base=<folder of the full model that it was made from>"
         yield Fault(text, "a full model", file=str(root), fix=fix)
     elif source.is_adapter:
         name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
-        inputs = source.recognised.manifest.get("inputs")
+        inputs = source.manifest.get("inputs")
         digest = inputs.get("base") if isinstance(inputs, Mapping) else None
         reason = base_mismatch(  # by the rules of a delivery
             base.folder.root,
@@ -61,52 +59,26 @@ def wrong_base(source: Source) -> Iterator[Fault]:
         )
         if reason:
             yield Fault(reason, "the base that the adapter was trained on", file=ADAPTER_CONFIG)
-    elif source.is_model:
-        if wrong := other_sizes(source):
-            yield Fault(some(wrong), "sizes that training does not change", file=CONFIG)
-        else:
-            yield from _shapes(source, base)
+    elif source.is_model and (wrong := other_sizes(source)):
+        yield Fault(some(wrong), "sizes that training does not change", file=CONFIG)
 
 
-def _shapes(source: Source, base: Source) -> Iterator[Fault]:
-    if stored(source.config()) != stored(base.config()):
-        return
-    embeddings = [embeddings_of(each.tensors, each.config()) for each in (source, base)]
-    grown = {key for each in embeddings for key in (each.input, each.output)}
-    wrong = [
-        key
-        for key, tensor in source.tensors.items()
-        if key in base.tensors
-        and tensor.shape != base.tensors[key].shape
-        and key not in grown
-        and 0 not in tensor.shape
-    ]
-    if wrong:
-        ours, theirs = source.tensors[wrong[0]].shape, base.tensors[wrong[0]].shape
-        yield Fault(f"{list(ours)}", f"{list(theirs)}, as the base has", tensors=wrong)
-
-
-@check(
-    "BASE_NAME", WARNING, needs=(has_settings,),
-    why="an adapter merges silently into a wrong base of the same shapes",
-    fix="write base_model_name_or_path into adapter_config.json, or pass that base",
-    issues="LLaMA-Factory #4913, LLaMA-Factory #6105",
-)  # fmt: skip
+@also("WRONG_BASE", needs=(has_settings,))
 def base_name(source: Source) -> Iterator[Fault]:
     """adapter_config.json names no base, or another one than `base`."""
     recorded, base = source.config(ADAPTER_CONFIG).get("base_model_name_or_path"), source.base
     if not recorded:
-        yield Fault("no base_model_name_or_path", "the base's name", file=ADAPTER_CONFIG)
+        yield Fault("no base_model_name_or_path", "the base's name", ADAPTER_CONFIG, (), WARNING)
     if base is None or not isinstance(recorded, str) or not recorded:
         return
-    if base.recognised.manifest or not base.is_model or "WRONG_BASE" in source.codes:
+    if base.manifest or not base.is_model or source.codes.get("WRONG_BASE") is ERROR:
         return  # a Plumbline artifact is identified by its digest, its folder has any name
     names = {*base.folder.root.resolve().parts[-_HUB:], str(base.config().get("_name_or_path", ""))}
     names |= {name.rpartition("--")[2] for name in names}  # hub caches: models--<owner>--<name>
     known = {name.rstrip("/").rpartition("/")[2].lower() for name in names if name}
     if recorded.rstrip("/").rpartition("/")[2].lower() not in known:
         text = f"{recorded}; base is {base.folder.root.name}"
-        yield Fault(text, "the same name", file=ADAPTER_CONFIG)
+        yield Fault(text, "the same name", ADAPTER_CONFIG, (), WARNING)
 
 
 def has_values(source: Source) -> bool:
@@ -118,19 +90,32 @@ def has_values(source: Source) -> bool:
 
 @check(
     "MERGED_EQUALS_BASE", ERROR, needs=(MODEL, has_values),
-    why="nothing was merged: verl's merger writes LoRA to a folder of its own",
-    fix="merge the adapter: {again}",
+    why="nothing was merged, or a merge stopped halfway: verl's writes LoRA to its own folder",
+    fix="merge the adapter: {again}; with it every tensor is compared: {prove}",
     issues="LLaMA-Factory #9051, LLaMA-Factory #6105, verl #7285",
 )  # fmt: skip
 def merged_equals_base(source: Source) -> Iterator[Fault]:
-    """Every tensor equals the base's."""
-    base = source.base
+    """Every tensor equals the base's; a warning if some layers do, and others do not."""
+    base, kinds = source.base, dict[str, dict[bool, list[str]]]()
     if base is None or "TENSOR_MISSING" in source.codes:
         return
     both = [key for key in source.tensors if same_header(key, source, base)]
     if both and len(both) == len(source.tensors) and first_difference(source, base, both) is None:
         text = f"all {len(both)} tensors equal the base's, bit for bit"
         yield Fault(text, "a model that training changed")
+        return
+    for key in both if source.adapter is None else ():
+        kind = pattern_of(key)
+        if len(source.tensors[key].shape) == 2 and kind != key:
+            changed = differ((source, key), (base, key))
+            kinds.setdefault(kind, {True: [], False: []})[changed].append(key)
+    mixed = [each for each in kinds.values() if each[True] and each[False]]
+    same = [key for each in mixed for key in each[False]]
+    if same:
+        total = sum(len(each[True]) + len(each[False]) for each in mixed)
+        text = f"{len(same)} of {total} tensors are the base's"
+        why = "a merge that stopped halfway looks like this; so does training of some layers"
+        yield Fault(text, "all changed, or none", "", same, WARNING, why)
 
 
 @check(
@@ -141,30 +126,30 @@ def merged_equals_base(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def norms_differ(source: Source) -> Iterator[Fault]:
     """Matrices with less than half or more than twice the norm of the base's, or another one."""
-    if source.adapter is None and source.base is not None:  # else every element is compared
-        ratios, cosines = source.once(_ratios_and_cosines)
-        norm = {key: ratio for key, ratio in ratios.items() if not _LEAST <= ratio <= 1 / _LEAST}
-        if _is_another(cosines):
-            return
-        if norm:
-            worst = max(norm, key=lambda key: abs(np.log(norm[key])))
-            text = f"{len(norm)} of {len(ratios)} matrices; {worst}: norm {norm[worst]:.3g}"
-            expected = f"{_LEAST} to {1 / _LEAST:g}"
-            yield Fault(f"{text} times the base's", expected, tensors=list(norm))
-        turned = {key: cosine for key, cosine in cosines.items() if cosine < _TURNED}
-        if turned:
-            worst = min(turned, key=lambda key: turned[key])
-            text = f"{len(turned)} of {len(cosines)} matrices; {worst}: cosine {turned[worst]:.2f}"
-            yield Fault(f"{text} to the base's", "near 1", tensors=list(turned))
+    if source.adapter is not None:
+        return  # every element is compared
+    ratios, cosines = source.once(_ratios_and_cosines)
+    if _median(cosines) < _COSINE:
+        return  # another model
+    norm = [key for key, ratio in ratios.items() if not _LEAST <= ratio <= 1 / _LEAST]
+    if norm:
+        text = f"{len(norm)} of {len(ratios)} matrices; {norm[0]}: norm {ratios[norm[0]]:.3g}"
+        expected = f"{_LEAST} to {1 / _LEAST:g} times the base's"
+        yield Fault(text, expected, tensors=norm)
+    turned = [key for key, cosine in cosines.items() if cosine < _TURNED]
+    if turned:
+        cosine = cosines[turned[0]]
+        text = f"{len(turned)} of {len(cosines)} matrices; {turned[0]}: cosine {cosine:.2f}"
+        yield Fault(f"{text} to the base's", "near 1", tensors=turned)
 
 
 @also("WRONG_BASE", needs=(MODEL, has_values))
 def another_model(source: Source) -> Iterator[Fault]:
     """Matrices that point elsewhere than the base's."""
     if source.adapter is None:
-        _, cosines = source.once(_ratios_and_cosines)
-        if _is_another(cosines):
-            text = f"cosine {_median(cosines):.2f} to the base's matrices (median)"
+        median = _median(source.once(_ratios_and_cosines)[1])
+        if median < _COSINE:
+            text = f"cosine {median:.2f} to the base's matrices (median)"
             yield Fault(text, f"at least {_COSINE}: training turns them little")
 
 
@@ -178,10 +163,6 @@ def _median(cosines: Mapping[str, float]) -> float:
     return float(np.median(list(cosines.values()))) if cosines else 1.0
 
 
-def _is_another(cosines: Mapping[str, float]) -> bool:
-    return _median(cosines) < _COSINE
-
-
 def _ratios_and_cosines(source: Source) -> tuple[dict[str, float], dict[str, float]]:
     """Compare the matrices that source and base have; heads may be trained anew."""
     base = source.base
@@ -192,7 +173,7 @@ def _ratios_and_cosines(source: Source) -> tuple[dict[str, float], dict[str, flo
         if (
             base is None or other is None or tensor.shape != other.shape or len(tensor.shape) < 2
             or not (is_float(tensor.dtype) and is_float(other.dtype))
-            or tensor.start < 0 or other.start < 0 or key.startswith(("score.", "classifier."))
+            or not tensor.extents or not other.extents or key.startswith(("score.", "classifier."))
         ):  # fmt: skip
             continue
         products = _products(source, base, key)
@@ -207,7 +188,7 @@ def _products(source: Source, base: Source, key: str) -> NDArray[np.float64]:
     """Return the sums of a*a, a*b, b*b over blocks of a tensor and its counterpart, shape (3,)."""
     ours, theirs = source.tensors[key], base.tensors[key]
     sums = np.zeros(3)
-    with Reader(source.extents(key)) as left, Reader(base.extents(key)) as right:
+    with Reader(ours.extents) as left, Reader(theirs.extents) as right:
         starts = range(0, ours.numel, _BLOCK)
         for at in starts[:: -(-len(starts) // _BLOCKS)]:
             count = min(_BLOCK, ours.numel - at)

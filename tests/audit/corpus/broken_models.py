@@ -38,13 +38,6 @@ def _only_head_left(folder: Path, corpus: Corpus) -> None:
     (folder / MODEL).unlink()
 
 
-def _total_size(folder: Path, _: Corpus) -> None:
-    path = folder / f"{MODEL}.index.json"
-    index = json.loads(path.read_text())
-    index["metadata"]["total_size"] = len(index["weight_map"])
-    path.write_text(json.dumps(index))
-
-
 def _shard_gone(folder: Path, _: Corpus) -> None:
     next(folder.glob("model-00002*")).unlink()
 
@@ -130,19 +123,16 @@ BROKEN_MODELS: dict[str, Broken] = {
     "adapter weights beside a model": Broken("MIXTURE", "qwen2", _adapter_beside),
     "lora_adapter beside the base": Broken("MIXTURE", "qwen2", _lora_folder),
     "exported reward model's head in a side file": Broken("HEAD_PLACE", "qwen2", _value_head),
-    "head without its model": Broken("WEIGHTS_MISSING", "qwen2", _only_head_left),
+    "head without its model": Broken("FILE_MISSING", "qwen2", _only_head_left),
     "truncated": Broken("BAD_HEADER", "qwen2", by.cut()),
-    "shard gone": Broken("INDEX_MISSING_FILE", "sharded", _shard_gone),
+    "shard gone": Broken("INDEX_WRONG", "sharded", _shard_gone),
     "index of more than was written": Broken("INDEX_WRONG", "sharded", _tensor_gone),
-    "nothing exported": Broken("WEIGHTS_MISSING", "qwen2", by.removed(MODEL)),
+    "nothing exported": Broken("FILE_MISSING", "qwen2", by.removed(MODEL)),
     "final norm not exported": Broken("TENSOR_MISSING", "qwen2", by.dropped("model.norm.weight")),
-    "total_size counts tensors": Broken("INDEX_WRONG", "sharded", _total_size),
     "raw state dict": Broken(
         "FOREIGN_FORMAT", "mixtral",
         by.both(by.removed(MODEL), by.state("consolidated.00.pt", lambda: {"w": torch.ones(2)}))),
     "generation config gone": Broken("FILE_MISSING", "qwen2", by.removed("generation_config.json")),
-    "remote code": Broken(
-        "REMOTE_CODE", "llama", by.edited(auto_map={"AutoModelForCausalLM": "modeling_x.X"})),
     # Heads
     "reward model without its head": Broken("HEAD_MISSING", "reward", by.dropped("score")),
     "TRL's head in the model": Broken("HEAD_PLACE", "qwen2", by.head()),
@@ -201,9 +191,9 @@ BROKEN_MODELS: dict[str, Broken] = {
     "tied by config.json, not by values": Broken(
         "TIED_HEAD_ON_DISK", "qwen2", by.tensors(_noise), values=True),
     "untied head gone": Broken("TENSOR_MISSING", "llama", by.dropped(_HEAD)),
-    "rows cut": Broken("VOCAB_SIZE", "qwen2", by.tensors(_half_rows(_EMBEDDING))),
-    "vocab_size of the base": Broken("VOCAB_SIZE", "llama", by.edited(vocab_size=292)),
-    "head of the base": Broken("VOCAB_SIZE", "llama", by.tensors(_half_rows(_HEAD))),
+    "rows cut": Broken("SHAPE_MISMATCH", "qwen2", by.tensors(_half_rows(_EMBEDDING))),
+    "vocab_size of the base": Broken("SHAPE_MISMATCH", "llama", by.edited(vocab_size=292)),
+    "head of the base": Broken("SHAPE_MISMATCH", "llama", by.tensors(_half_rows(_HEAD))),
     "[PAD] added, nothing resized": Broken("TOKENIZER_ROWS", "llama", by.padded),
     "reserved tokens never trained": Broken(
         "CONSTANT_ROWS", "llama", by.tensors(_dead), values=True),
@@ -236,7 +226,7 @@ BROKEN_MODELS: dict[str, Broken] = {
         by.edited("tokenizer_config.json", chat_template=_OTHER_TEMPLATE)),
     "a template of another tokenizer": Broken("TOKEN_UNKNOWN", "qwen2", by.tokenizer(_unnamed)),
     "a template that is none": Broken(
-        "TEMPLATE_BROKEN", "qwen2", by.written("chat_template.jinja", "{% for m in messages %}")),
+        "TEMPLATES_DIFFER", "qwen2", by.written("chat_template.jinja", "{% for m in messages %}")),
     "a template of its own": Broken(
         "TEMPLATES_DIFFER", "merged", by.written("chat_template.jinja", _OTHER_TEMPLATE)),
     # Stored

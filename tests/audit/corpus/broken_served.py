@@ -79,7 +79,7 @@ BROKEN_SERVED: dict[str, Broken] = {
         "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, repetition_penalty=5.0)),
     "truncation left by a trainer": Broken("TOKENIZER_CUTS", "qwen2", by.tokenizer(_cut)),
     "an adapter of expert parameters": Broken(
-        "TARGET_PARAMETERS", "lora",
+        "VLLM_LORA", "lora",
         by.edited("adapter_config.json", target_parameters=["mlp.experts.gate_up_proj"])),
     "scales of other groups": Broken(
         "QUANT_CONFIG", "qwen2", quantised(["lm_head", "embed_tokens"], 16), base=""),

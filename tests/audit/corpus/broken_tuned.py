@@ -140,7 +140,7 @@ BROKEN_TUNED: dict[str, Broken] = {
     "a file of 40 bytes": Broken("EMPTY_TENSOR", "lora", _no_tensors),
     "empty beside a good .bin": Broken("STRAY_WEIGHT_FILE", "lora", _empty_beside_good),
     "a pickle under ZeRO-3": Broken("PICKLED_WEIGHTS", "bin-adapter", None),
-    "no weights at all": Broken("WEIGHTS_MISSING", "lora", by.removed(ADAPTER)),
+    "no weights at all": Broken("FILE_MISSING", "lora", by.removed(ADAPTER)),
     # Heads
     "LoRA on the head, the head itself lost": Broken(
         "HEAD_MISSING", "reward-lora", by.tensors(_head_by_lora, ADAPTER), base=""),
@@ -172,7 +172,7 @@ BROKEN_TUNED: dict[str, Broken] = {
         by.edited(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]})),
     "PiSSA": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, init_lora_weights="pissa")),
     "no base named": Broken(
-        "BASE_NAME", "lora", by.edited(_CONFIG, base_model_name_or_path=None), base=""),
+        "WRONG_BASE", "lora", by.edited(_CONFIG, base_model_name_or_path=None), base=""),
     "lora_B never trained": Broken(
         "LORA_B_ZERO", "lora", by.tensors(_zero_b, ADAPTER), values=True),
     "the adapter's name in its keys": Broken(
@@ -198,23 +198,17 @@ BROKEN_TUNED: dict[str, Broken] = {
         by.renamed(lambda k: k.replace(".self_attn.", "._orig_mod.self_attn."), ADAPTER)),
     "a base of other names": Broken("ADAPTER_MODULES", "lora", None, base="gpt2"),
     "a base of other sizes": Broken("ADAPTER_SHAPE", "lora", None, base="wide"),
-    "a base of another name": Broken("BASE_NAME", "lora", None, base="mistral"),
-    "a vocabulary that grew": Broken("ADAPTER_VOCABULARY", "grown", None),
+    "a base of another name": Broken("WRONG_BASE", "lora", None, base="mistral"),
+    "a vocabulary that grew": Broken("ADAPTER_SHAPE", "grown", None),
     "one of two tied embeddings": Broken("ADAPTER_PARTS_TIE", "saved-tied", None),
-    "trained on 4 bits": Broken("QLORA_BASE", "saved-whole", None, base="nf4"),
+    "trained on 4 bits": Broken("BASE_QUANTISED", "saved-whole", None, base="nf4"),
     "named after 4 bits": Broken(
-        "QLORA_BASE", "lora", by.edited(_CONFIG, base_model_name_or_path="x/qwen2-bnb-4bit")),
+        "BASE_QUANTISED", "lora", by.edited(_CONFIG, base_model_name_or_path="x/qwen2-bnb-4bit")),
     "a tokenizer that grew alone": Broken("TOKENIZER_ROWS", "lora", by.padded),
     # Serving
-    "an adapter given as a model": Broken("ADAPTER_IS_NO_MODEL", "lora", None),
     "config.json of the base in the adapter": Broken(
         "MIXTURE", "lora", by.copied("qwen2", "config.json")),
-    "rank 64": Broken("VLLM_LORA", "rslora", None),
-    "DoRA": Broken("VLLM_LORA", "dora", None),
-    "modules_to_save": Broken("VLLM_LORA", "saved-whole", None),
-    "rows of tokens": Broken("VLLM_LORA", "token-rows", None),
     "pairs on a tower": Broken("VLLM_LORA", "lora", by.tensors(_vision_pairs, ADAPTER), base=""),
-    "biases": Broken("VLLM_LORA", "biases", None),
     # Settings
     "another rope_theta than the base": Broken(
         "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)),
@@ -250,7 +244,7 @@ BROKEN_TUNED: dict[str, Broken] = {
     "a norm that nobody trained": _proof("MERGE_WRONG", _norm),
     "a merge of another base": _proof("WRONG_BASE", _all_else),
     "a matrix lost": _proof("MERGE_WRONG", _gone),
-    "two bases in one merge": _proof("MERGE_BASE", _half_packed),
+    "two bases in one merge": _proof("MERGE_WRONG", _half_packed),
     "an adapter of another model": Broken(
         "MERGE_NOT_PROVEN", "merged", None, values=True, adapter="gpt2-lora"),
     "experts in another order": Broken(
@@ -260,7 +254,7 @@ BROKEN_TUNED: dict[str, Broken] = {
         "MERGE_WRONG", "merged-experts", _merge(_one_expert, "mixtral"), values=True,
         adapter="moe-experts"),
     "half of the layers, no adapter given": Broken(
-        "MERGE_PARTIAL", "merged", _merge(_left_out), values=True),
+        "MERGED_EQUALS_BASE", "merged", _merge(_left_out), values=True),
     "a transposed square, no adapter given": Broken(
         "NORM_DIFFERS", "merged", _merge(_transposed), values=True),
 }  # fmt: skip

@@ -223,11 +223,11 @@ def examine(source: Source) -> list[Finding]:
 def _add(
     findings: dict[Finding, None], source: Source, fault: Fault, by: Check, typed: dict[str, str]
 ) -> None:
-    file, weights = fault.file, source.weights
-    if fault.tensors and not file:  # names of modules are in the only file of an adapter
-        file = weights.file_of.get(
-            fault.tensors[0], (*weights.files, "")[0] if source.is_adapter else ""
-        )
+    file = fault.file
+    if fault.tensors and not file:
+        # Names of modules, which are no keys, are in the only file of an adapter.
+        only = source.weights.files[:1] if source.is_adapter else ()
+        file = source.weights.file_of.get(fault.tensors[0], "".join(only))
     finding = Finding(
         by.code,
         fault.severity or by.severity,

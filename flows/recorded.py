@@ -29,10 +29,8 @@ from flows.orchestration.flow_run import provenance, tracker_of
 from flows.orchestration.prefect_tasks import in_deployment
 from flows.verify import show, verified
 from tasks.audit.check import Severity
-from tasks.config.tools import Audit
 from tasks.core.errors import (
     ArtifactError,
-    ConfigError,
     DriftError,
     PlumblineError,
     first_and_more,
@@ -45,7 +43,6 @@ from tasks.tracking.mlflow_registry import Version
 from tasks.verify.servers.server import ServerError
 
 KEY = "audit-registry"
-_OF_ONE_FOLDER = ("source", "base", "adapter", "out", "fix", "out_dir")
 
 
 @flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)
@@ -155,12 +152,6 @@ def _json(document: Any) -> str:
 
 def _audit_registry(overrides: list[str]) -> dict[str, Any]:
     composed = read("audit", [f"source={KEY}", *overrides])
-    default = Audit(source=KEY)
-    if wrong := [k for k in _OF_ONE_FOLDER if composed.settings[k] != getattr(default, k)]:
-        raise ConfigError(
-            f"{KEY} audits all registered models, and these are of one folder: {', '.join(wrong)}",
-            hint="leave them out, or audit the folder: python flows/audit.py DIR",
-        )
     with registry(composed) as server:
         registered = server.versions()
     rows = []
@@ -202,11 +193,7 @@ def _row(version: Version, composed: Composed) -> dict[str, Any]:
     except PlumblineError as error:
         problem = "; ".join([error.message, *error.details[:1]])
         return {**row, "errors": 1, "warnings": 0, "problem": plain(problem)}
-    problems += [
-        f"{finding.code} {finding.where}: {finding.found}"
-        for finding in report.findings
-        if finding.severity is Severity.ERROR
-    ]
+    problems += [f"{each.code} {each.where}: {each.found}" for each in report.errors]
     severities = [finding.severity for finding in report.findings]
     return {
         **row,

@@ -58,10 +58,8 @@ BY_CHILD = ("gpt2", "gpt2-lora", "qwen3_moe")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=pytest.mark.slow if clean.slow or name in (*RARE, *BY_CHILD) else ()
-        )
-        for name, clean in CLEAN.items()
+        pytest.param(name, marks=pytest.mark.slow if name in (*RARE, *BY_CHILD) else ())
+        for name in CLEAN
     ],
 )
 def test_a_clean_checkpoint_has_no_error(name: str, corpus: Corpus) -> None:

@@ -23,13 +23,11 @@ class Clean:
     Attributes:
         make: fills an empty folder.
         base: name of the clean model to examine it with as `base=`; "" for none.
-        slow: True if it takes many seconds to make.
         adapter: name of the clean adapter that was merged to make it; "" for none.
     """
 
     make: Make
     base: str = ""
-    slow: bool = False
     adapter: str = ""
 
 

@@ -149,39 +149,6 @@ def save_merged(
     save_tokenizer(folder)
 
 
-def save_trl(corpus: Corpus, folder: Path, *, kind: str) -> None:
-    """Save the result of one step of TRL: "sft", "lora" (by the same trainer) or "reward"."""
-    import trl
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoTokenizer
-
-    base = corpus.clean("reward" if kind == "reward" else "qwen2")
-    shared: dict[str, Any] = {
-        "output_dir": str(folder / "out"), "max_steps": 1, "per_device_train_batch_size": 1,
-        "use_cpu": True, "bf16": False, "fp16": False, "report_to": [], "save_strategy": "no",
-        "logging_strategy": "no",
-    }  # fmt: skip
-    question = [{"role": "user", "content": "a b"}]
-    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("b a", "c"))
-    if kind == "reward":
-        row = {"prompt": question, "chosen": chosen, "rejected": rejected}
-        trainer_class, settings = trl.RewardTrainer, trl.RewardConfig(**shared)
-    else:
-        row = {"messages": question + chosen}
-        trainer_class, settings = trl.SFTTrainer, trl.SFTConfig(**shared)
-    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    with quiet():
-        trainer = trainer_class(
-            model=str(base), args=settings, train_dataset=Dataset.from_list([row]),
-            processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=adapter if kind == "lora" else None
-        )  # fmt: skip
-        trainer.train()
-        trainer.save_model(str(folder))
-    shutil.rmtree(folder / "out", ignore_errors=True)
-
-
 def _model(family: str, **settings: Any) -> Clean:
     return Clean(partial(save_model, family=family, **settings))
 
@@ -243,7 +210,4 @@ CLEAN: dict[str, Clean] = {
         "mixtral",
         adapter="moe-experts",
     ),
-    "trl-sft": Clean(partial(save_trl, kind="sft"), "qwen2", slow=True),
-    "trl-lora": Clean(partial(save_trl, kind="lora"), "qwen2", slow=True),
-    "trl-reward": Clean(partial(save_trl, kind="reward"), "reward", slow=True),
 }

@@ -1,70 +1,29 @@
-"""Fields of configuration files, and the classes that vLLM and transformers have.
+"""Fields of configuration files, and the classes that transformers has.
 
 The files are untrusted: a field of a wrong type counts as absent. `tests/audit/test_known.py`
-makes `known_classes.json` from the installed libraries: importing either takes longer than an
-audit.
+makes `known_classes.json` from the installed library, whose import takes longer than an audit.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True)
-class Known:
-    """Classes of vLLM (`served`) and of transformers (`kinds`, by `model_type`).
-
-    Attributes:
-        last_version: for each class that vLLM removed, the last version that had it.
-        suffixes: endings of class names that vLLM treats as interchangeable.
-    """
-
-    vllm: str
-    served: frozenset[str]
-    last_version: Mapping[str, str]
-    suffixes: tuple[str, ...]
-    kinds: Mapping[str, frozenset[str]]
-
-    @property
-    def classes(self) -> frozenset[str]:
-        """All classes of transformers that generate or classify."""
-        return frozenset().union(*self.kinds.values())
-
-    def serves(self, name: str) -> bool:
-        """Return True if vLLM has the class or derives it, e.g. a classifier from a generator.
-
-        See `_normalize_arch` of vLLM's registry.
-        """
-        if name in self.served:
-            return True
-        ending = next((suffix for suffix in self.suffixes if name.endswith(suffix)), None)
-        if ending is None:
-            return False
-        stem = name.removesuffix(ending)
-        return any(f"{stem}{suffix}" in self.served for suffix in self.suffixes if stem)
-
-    def kinds_of(self, name: str) -> frozenset[str]:
-        """Return every `model_type` of a class."""
-        return frozenset(kind for kind, names in self.kinds.items() if name in names)
+@cache
+def known_kinds() -> Mapping[str, frozenset[str]]:
+    """Return the classes of transformers that generate or classify, by `model_type`."""
+    raw = json.loads(Path(__file__).with_name("known_classes.json").read_text())
+    return {kind: frozenset(names) for kind, names in raw["classes"].items()}
 
 
 @cache
-def known() -> Known:
-    """Load `known_classes.json`."""
-    raw = json.loads(Path(__file__).with_name("known_classes.json").read_text())
-    vllm, transformers = raw["vllm"], raw["transformers"]
-    return Known(
-        vllm=vllm["version"],
-        served=frozenset(vllm["classes"]),
-        last_version=vllm["last_version"],
-        suffixes=tuple(vllm["suffixes"]),
-        kinds={kind: frozenset(names) for kind, names in transformers["classes"].items()},
-    )
+def known_classes() -> frozenset[str]:
+    """Return all these classes."""
+    return frozenset().union(*known_kinds().values())
 
 
 _TEXT = ("text_config", "llm_config", "language_config")

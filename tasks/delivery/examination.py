@@ -29,7 +29,6 @@ HANDLED = {
     "HEAD_LABELS": "served with the labels that the head has",
     "HEAD_UNUSABLE": "the saved head is used, under the name that it has",
     "WRAPPER_RESIDUE": "the prefix is taken off: nothing is lost",
-    "VLLM_ARCHITECTURE": "served as the family's *ForSequenceClassification",
     "WRONG_BASE": "refused in the next step, by the same test",
     "MANIFEST_DIFFERS": "refused later: every byte is compared with the manifest first",
     "PICKLE_CALLS": "the trainer's state is neither read nor served",
@@ -46,12 +45,11 @@ def handled(finding: Finding, report: Report, *, check_base: bool) -> str:
     """
     if finding.code in _OF_THE_BASE and not check_base:
         return "check_base=false"
-    file, with_head = finding.file, report.kind in (Kind.REWARD, Kind.VALUE)
+    file = finding.file
     fits = {
         "HEAD_UNUSABLE": file == CONFIG,
         # The plan takes TRL's wrapper only from a model with its head.
         "WRAPPER_RESIDUE": not finding.tensor.startswith(WRAPPER) or report.kind == Kind.VALUE,
-        "VLLM_ARCHITECTURE": with_head,
         "WRONG_BASE": file == ADAPTER_CONFIG,
     }
     if finding.code.startswith("PICKLE_"):

@@ -36,16 +36,7 @@ _THETAS = {
     "exaone4": 1e6, "gemma3_text": 1e6, "gpt_oss": 150_000.0, "llama4_text": 5e5, "mixtral": 1e6,
 }  # fmt: skip
 """Families with another default in transformers 4."""
-_ALWAYS_SET = frozenset(
-    {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-)
-"""Families whose published models all have a rope_theta."""
 _NEW_TOKENIZER = "TokenizersBackend"
-_ALIASES = (
-    ("dtype", "torch_dtype"), ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"),
-    ("num_attention_heads", "n_head"), ("max_position_embeddings", "n_positions"),
-)  # fmt: skip
-"""Names of which loaders take the first."""
 _COMPUTE = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps",
     "hidden_act", "hidden_activation", "activation_function",
@@ -112,31 +103,6 @@ def _old_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     return old if plain else {**old, "rope_scaling": rest}
 
 
-@check(
-    "SETTING_TWICE", WARNING, needs=(MODEL,),
-    why="loaders take one of them without a word, and other versions the other",
-    fix="delete the spelling with the value that is not meant",
-)  # fmt: skip
-def setting_twice(source: Source) -> Iterator[Fault]:
-    """Two spellings of one setting with two values in config.json."""
-    text = text_config(source.config())
-    pairs = [(name, text.get(name), other, text.get(other)) for name, other in _ALIASES]
-    new, old = _new_rope(text), text.get("rope_scaling")
-    if new is not None:
-        theta = "rope_parameters.rope_theta"
-        pairs.append((theta, new.get("rope_theta"), "rope_theta", text.get("rope_theta")))
-    if new is text.get("rope_parameters") and new and isinstance(old, Mapping):
-        ours, theirs = rope({"rope_parameters": new}), rope({"rope_scaling": old})
-        pairs += [
-            (f"rope_parameters {key}", ours.get(key, "absent"), f"rope_scaling {key}", theirs[key])
-            for key in theirs.keys() - {"theta"}
-        ]
-    for taken, value, other, left in pairs:
-        if value is not None and left is not None and value != left:
-            actual = f"{taken} {value!r}, {other} {left!r}"
-            yield Fault(actual, f"one value; transformers 5 takes {taken}", file=CONFIG)
-
-
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary settings under uniform names, whichever version wrote them.
 
@@ -164,20 +130,6 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in settings.items()
         if value is not None
     }
-
-
-@check(
-    "ROPE_THETA_ABSENT", WARNING, needs=(MODEL,),
-    why="loaders use 10,000 without a warning: worse responses, most of all to long prompts",
-    fix="add the base's rope_theta to config.json, 1000000.0 mostly",
-)  # fmt: skip
-def rope_theta_absent(source: Source) -> Iterator[Fault]:
-    """config.json has no rope_theta, unlike the published models of its family."""
-    text = text_config(source.config())
-    if _new_rope(text) is not None or of_text(source.config(), "rope_theta") is not None:
-        return
-    if str(text.get("model_type")) in _ALWAYS_SET:
-        yield Fault("absent", "the base's, 1000000.0 mostly", CONFIG, ["rope_theta"])
 
 
 @check(

@@ -17,10 +17,10 @@ from tasks.audit.known import (
     first_architecture,
     is_multimodal,
     is_plain_text,
-    known,
+    known_classes,
+    known_kinds,
     of_text,
     text_config,
-    texts,
     whole,
 )
 from tasks.audit.source import CONFIG, Kind, Source
@@ -103,29 +103,11 @@ def architecture(source: Source) -> Iterator[Fault]:
     name, kind = first_architecture(config), config.get("model_type")
     if config and not name:
         yield Fault(repr(config.get("architectures")), "the model's class", file=CONFIG)
-    of_class = known().kinds_of(name)
-    if of_class and isinstance(kind, str) and kind in known().kinds and kind not in of_class:
+    kinds = known_kinds()
+    of_class = {each for each, names in kinds.items() if name in names}
+    if of_class and isinstance(kind, str) and kind in kinds and kind not in of_class:
         expected = f"model_type {' or '.join(sorted(of_class))}"
         yield Fault(f"{name} with model_type {kind!r}", expected, file=CONFIG)
-
-
-@check(
-    "VLLM_ARCHITECTURE", ERROR, needs=(MODEL,),
-    why="vLLM refuses: 'Model architectures [...] are not supported for now'",
-    fix="name the class of the base; a reward model is a *ForSequenceClassification",
-    issues="OpenRLHF #1039, LLaMA-Factory #4379",
-)  # fmt: skip
-def vllm_architecture(source: Source) -> Iterator[Fault]:
-    """A class that vLLM does not have; a warning if it may run that of another library."""
-    names, lists = texts(source.config().get("architectures")), known()
-    if not names or any(lists.serves(name) for name in names) or "CriticModel" in names:
-        return  # a critic is not served: HEAD_UNUSABLE
-    last = next((lists.last_version[name] for name in names if name in lists.last_version), "")
-    elsewhere = any(name in lists.classes for name in names) or source.config().get("auto_map")
-    older = f", or vLLM {last}, the last one that had it" if last else ""
-    severity = WARNING if last or elsewhere else None
-    text, expected = f"architectures {', '.join(names)}", f"a class of vLLM {lists.vllm}{older}"
-    yield Fault(text, expected, file=CONFIG, severity=severity)
 
 
 _TOWER = re.compile(
@@ -149,7 +131,7 @@ def architecture_keys(source: Source) -> Iterator[Fault]:
     """Keys that do not belong to the class."""
     config, keys = source.config(), list(source.once(plain_tensors))
     name = first_architecture(config)
-    if source.kind is Kind.VALUE or not keys or name not in known().classes:
+    if source.kind is Kind.VALUE or not keys or name not in known_classes():
         return  # remote code may use any keys
     multimodal = is_multimodal(config)
     towers = [key for key in keys if _TOWER.search(key)]
@@ -288,7 +270,7 @@ def _causal(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration with a language model's head; its other tensors are the same."""
     name = first_architecture(config).replace("ForSequenceClassification", "ForCausalLM")
     if name in OPENRLHF:
-        kinds = known().kinds.get(str(config.get("model_type")), ())
+        kinds = known_kinds().get(str(config.get("model_type")), ())
         name = next((name for name in sorted(kinds) if name.endswith("ForCausalLM")), "")
     return {**config, "architectures": [name]} if name else {}
 

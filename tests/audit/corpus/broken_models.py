@@ -138,9 +138,6 @@ BROKEN_MODELS: dict[str, Broken] = {
     "TRL's head in the model": Broken("HEAD_PLACE", "qwen2", by.head()),
     "one row, two labels": Broken(
         "HEAD_LABELS", "reward", by.edited(id2label=None, label2id=None, num_labels=None)),
-    "OpenRLHF's class": Broken(
-        "VLLM_ARCHITECTURE", "reward",
-        by.edited(architectures=["RewardModel"], value_head_prefix="score")),
     "another head than config.json says": Broken(
         "HEAD_UNUSABLE", "reward",
         by.edited(architectures=["RewardModel"], value_head_prefix="value_head")),

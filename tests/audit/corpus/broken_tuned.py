@@ -212,11 +212,6 @@ BROKEN_TUNED: dict[str, Broken] = {
     # Settings
     "another rope_theta than the base": Broken(
         "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)),
-    "two dtypes": Broken("SETTING_TWICE", "qwen2", by.edited(torch_dtype="float16")),
-    "two thetas": Broken("SETTING_TWICE", "qwen2", by.edited(rope_theta=500000.0)),
-    "two scalings": Broken(
-        "SETTING_TWICE", "qwen2", by.edited(rope_scaling={"type": "linear", "factor": 2.0})),
-    "two numbers of layers": Broken("SETTING_TWICE", "qwen2", by.edited(n_layer=5)),
     "no eps": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=None)),
     "another activation": Broken("CONFIG_CHANGED", "merged", by.edited(hidden_act="gelu")),
     "untied without a head": Broken(
@@ -224,7 +219,6 @@ BROKEN_TUNED: dict[str, Broken] = {
     "another end of text": Broken("EOS_DISAGREES", "merged", by.edited(eos_token_id=7)),
     "a sliding window": Broken(
         "CONFIG_CHANGED", "merged", by.edited(use_sliding_window=True, sliding_window=16)),
-    "no rope_theta": Broken("ROPE_THETA_ABSENT", "qwen2", by.edited(rope_parameters=None)),
     "rope_theta where transformers 4 does not look": Broken(
         "TRANSFORMERS_4", "qwen2", by.edited(rope_parameters=_ROPE)),
     "a class of transformers 5": Broken(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tasks.weights.files.tensors import Tensors
 from tests.commands import run_ranks
 
 
@@ -34,14 +33,3 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Copy a case, to damage it."""
     return lambda name: Path(shutil.copytree(saved / name, tmp_path / name))
-
-
-def read(tensors: Tensors, name: str) -> bytes:
-    """Read a tensor's bytes from the byte ranges of its source."""
-    pieces = []
-    for extent in tensors[name].extents:
-        with extent.path.open("rb") as file:
-            file.seek(extent.start)
-            pieces.append(file.read(extent.nbytes))
-            assert len(pieces[-1]) == extent.nbytes
-    return b"".join(pieces)

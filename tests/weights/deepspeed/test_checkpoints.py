@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtypes import torch_dtype
+from tasks.weights.files.tensors import read_all
 from tasks.weights.zero import ZeroCheckpoint, read_zero
 from tests.audit.making import codes, errors
-from tests.weights.deepspeed.conftest import read, save_checkpoints
-from tests.weights.deepspeed.making import write
+from tests.weights.deepspeed.conftest import save_checkpoints
 
 SAME_AS_DEEPSPEED = (
     "full-2", "round-robin", "full-3", "full-3-universal",
@@ -27,17 +25,12 @@ SAME_AS_DEEPSPEED = (
 )  # fmt: skip
 
 
-def tensor(checkpoint: ZeroCheckpoint, name: str) -> torch.Tensor:
-    info = checkpoint.tensors[name]
-    flat = torch.frombuffer(
-        bytearray(read(checkpoint.tensors, name)), dtype=torch_dtype(info.dtype)
-    )
-    return flat.reshape(info.shape)
-
-
 def state(checkpoint: ZeroCheckpoint) -> dict[str, torch.Tensor]:
     """Return all tensors, tied ones under each of their names."""
-    tensors = {name: tensor(checkpoint, name) for name in checkpoint.tensors}
+    tensors = {}
+    for name, info in checkpoint.tensors.items():
+        flat = torch.from_numpy(read_all(info)).view(torch_dtype(info.dtype))
+        tensors[name] = flat.reshape(info.shape)
     return tensors | {alias: tensors[name] for alias, name in checkpoint.tied.items()}
 
 
@@ -253,30 +246,3 @@ def test_the_audit_tells_how_to_gather_a_complete_checkpoint(saved: Path) -> Non
     assert report.ok, report.text()
     (finding,) = [f for f in report.findings if f.code == "ZERO_NOT_GATHERED"]
     assert f"source={saved / 'lora-3'} " in finding.fix
-
-
-SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3), min_size=1, max_size=5)
-GROUPS = st.lists(SHAPES, min_size=1, max_size=3)
-
-
-@given(
-    shapes=GROUPS,
-    stage=st.sampled_from([1, 2, 3]),
-    world=st.integers(1, 5),
-    align=st.sampled_from([1, 4]),
-)
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_partitions_are_joined_to_the_original_tensors(tmp_path, shapes, stage, world, align):
-    groups = [
-        {f"p{i}.{k}": torch.randn(shape) for k, shape in enumerate(group)}
-        for i, group in enumerate(shapes)
-    ]
-    write(tmp_path / "x", groups, stage, world, align)
-    checkpoint = read_zero(tmp_path / "x")
-    expected = {name: tensor for group in groups for name, tensor in group.items()}
-    assert set(checkpoint.tensors) == set(checkpoint.trained) == set(expected)
-    for name, tensor in expected.items():
-        assert checkpoint.tensors[name].shape == tuple(tensor.shape)
-        assert read(checkpoint.tensors, name) == tensor.numpy().tobytes(), name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,11 +21,10 @@ from tasks.weights.files import dtypes
 from tasks.weights.files.dtypes import NUMPY, cast, casts, torch_dtype
 from tasks.weights.files.names import live_to_peft, parse_peft, rename_all
 from tasks.weights.files.reader import read_checkpoint, read_header
-from tasks.weights.files.tensors import Tensors
+from tasks.weights.files.tensors import Tensors, read_all
 from tasks.weights.pickled.torch_file import is_pickled_model, read_model
 from tasks.weights.quantized.source import open_model
 from tests.tiny import tiny
-from tests.weights.deepspeed.conftest import read
 
 ARRAYS = {
     "b": torch.arange(6.0).reshape(2, 3),
@@ -74,15 +73,8 @@ def test_altered_bytes_give_an_error_or_what_safetensors_reads(tmp_path, good, d
 BAD: list[object] = [
     {"a": _entry([9], 0, 9)},  # beyond the end of the file
     {"a": _entry([4], 0, 4), "b": _entry([4], 3, 7)},
-    {"a": _entry([4], 0, 5)},
-    {"a": _entry([-4], 0, 4)},
-    {"a": _entry([8], 0, 8, "Q3")},
-    {"a": _entry([8], 0, 8, "C64")},
-    {"a": {"dtype": "U8"}},
-    {"a": _entry([4], -4, 0)},
-    {"__metadata__": {"a": 7}},
-    {"a": _entry([4], 0, 4), "b": _entry([3], 5, 8)},
     {"a": _entry([4], 0, 4)},  # not to the end of the file
+    {"a": _entry([8], 0, 8, "C64")},
     {"a\x1b[2J": _entry([8], 0, 8)},
     [1, 2],
 ]
@@ -90,10 +82,8 @@ BAD: list[object] = [
 
 def test_damaged_headers_are_refused(tmp_path: Path, good: bytes) -> None:
     path, texts = tmp_path / "x.safetensors", [json.dumps(bad).encode() for bad in BAD]
-    texts.append(b"[" * 200_000)
-    files = [struct.pack("<Q", len(text)) + text + bytes(8) for text in texts]
-    files += [good[:length] for length in (0, 3, 8, len(good) - 1)]
-    files.append(struct.pack("<Q", 2**62) + b"{}")
+    files = [struct.pack("<Q", len(text)) + text + bytes(8) for text in (*texts, b"[" * 200_000)]
+    files += [good[:-1], b"", struct.pack("<Q", 2**62) + b"{}"]
     for raw in files:
         path.write_bytes(raw)
         with pytest.raises(ArtifactError, match=path.name):
@@ -191,32 +181,26 @@ ONE = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "z": torch.ones
 TWO = {"b": torch.tensor([True, False, True]), "c": torch.tensor(7.5, dtype=torch.float64)}
 
 
-@dataclass(frozen=True)
-class Format:
-    """A model that is stored in two files."""
+class Format(NamedTuple):
+    """A checkpoint in two files."""
 
-    stem: str
-    suffix: str
-    save: Callable[[dict[str, torch.Tensor], Path], None]
+    first: str
+    second: str
+    index: str
+    save: Callable[..., object]
     read: Callable[[Path], Tensors]
-
-    @property
-    def first(self) -> str:
-        return f"{self.stem}-00001-of-00002{self.suffix}"
-
-    @property
-    def second(self) -> str:
-        return f"{self.stem}-00002-of-00002{self.suffix}"
-
-    @property
-    def index(self) -> str:
-        return f"{self.stem}{self.suffix}.index.json"
 
 
 FORMATS = {
-    "safetensors": Format("model", ".safetensors", save_file, read_checkpoint),
-    "pickled": Format("pytorch_model", ".bin", torch.save, read_model),
-}
+    "safetensors": Format(
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json", save_file, read_checkpoint,
+    ),
+    "pickled": Format(
+        "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin",
+        "pytorch_model.bin.index.json", torch.save, read_model,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(params=FORMATS)
@@ -228,11 +212,9 @@ def kind(request: pytest.FixtureRequest) -> Format:
 def folder(tmp_path: Path, kind: Format) -> Path:
     kind.save(ONE, tmp_path / kind.first)
     kind.save(TWO, tmp_path / kind.second)
-    torch.save({"lr": 1.0}, tmp_path / "training_args.bin")  # Trainer leaves it beside every model
-    for name in ("pytorch_model_fsdp.bin", "pytorch_model_1.bin", "optimizer.bin", "sampler.bin"):
-        torch.save({"a": torch.zeros(2)}, tmp_path / name)  # states of accelerate
-    places = dict.fromkeys(ONE, kind.first) | dict.fromkeys(TWO, kind.second)
-    _index(tmp_path, kind, places)
+    for name in ("training_args.bin", "pytorch_model_fsdp.bin", "optimizer.bin", "sampler.bin"):
+        torch.save({"a": torch.zeros(2)}, tmp_path / name)  # of Trainer and accelerate
+    _index(tmp_path, kind, dict.fromkeys(ONE, kind.first) | dict.fromkeys(TWO, kind.second))
     return tmp_path
 
 
@@ -253,13 +235,13 @@ def test_tensors_of_all_files_and_dtypes(folder: Path, kind: Format) -> None:
         assert checkpoint[name].shape == tuple(tensor.shape)
         assert torch_dtype(checkpoint[name].dtype) == tensor.dtype
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert read(checkpoint, name) == raw
+        assert read_all(checkpoint[name]).tobytes() == raw
         (extent,) = checkpoint[name].extents
         assert extent.path.name == (kind.first if name in ONE else kind.second)
 
 
 def test_every_disagreement_of_index_and_files_at_once(folder: Path, kind: Format) -> None:
-    gone, outside = f"gone{kind.suffix}", f"../x{kind.suffix}"
+    gone, outside = "gone.bin", "../x.bin"
     _index(folder, kind, {"a": kind.second, "b": kind.second, "c": gone, "z": outside})
     stray = "pytorch_model.bin"
     torch.save(ONE, folder / stray)

@@ -31,8 +31,8 @@ from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
+from tasks.weights.files.folder import copy_side_file
 from tasks.weights.files.reader import WEIGHTS, files_of, read_checkpoint
-from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.files.tensors import Sources, tensor_of
 from tasks.weights.head_plans import reward_config
 from tasks.weights.heads import Normalisation

@@ -21,7 +21,7 @@ from tasks.config.defaults import COMPUTED
 from tasks.config.inputs import Data, Model
 from tasks.core.contract import Check
 from tasks.core.disk import file_stats
-from tasks.core.errors import ArtifactError, ConfigError, DataError, first_and_more
+from tasks.core.errors import ConfigError, DataError
 from tasks.core.hub import hub_config
 from tasks.data.build import Options, build_dataset
 from tasks.data.control import KEEP, Control
@@ -34,8 +34,14 @@ from tasks.rl.rewards import EXACT_MATCH
 from tasks.toy.dataset import write_dataset
 from tasks.toy.tokenizer import SPECIAL_TOKENS
 from tasks.weights.files.documents import optional_json
-from tasks.weights.files.folder import inspect_checkpoint
-from tasks.weights.files.side_files import CODE, copy_side_file, require_own_files, side_files
+from tasks.weights.files.folder import (
+    CODE,
+    copy_side_file,
+    model_files,
+    require_own_files,
+    side_files,
+)
+from tasks.weights.files.tensors import size_of
 from tasks.weights.tokens import tokenizer
 from tasks.weights.tokens.add_tokens import grow
 
@@ -78,15 +84,8 @@ def prepare_base(
     elif base.kind == HF:
         folder = resolve_model(base.path, revision=base.revision)
         require_own_files(folder)
-        checkpoint = inspect_checkpoint(folder)
-        if checkpoint.problems:
-            raise ArtifactError(
-                f"{folder} cannot be used as a base: {first_and_more(checkpoint.problems)}",
-                details=checkpoint.problems,
-                hint="repair the folder or download it again; model.path=<another folder>",
-            )
+        files, _ = model_files(folder)
         tokenizer.require_bounded_template(folder)
-        files = dict(checkpoint.files)
         if not Path(base.path or "").expanduser().is_dir():
             for warning in examine(folder):
                 log.warning("%s", warning)
@@ -102,15 +101,15 @@ def prepare_base(
     if base.new_tokens:
         grown = grow(out, base.new_tokens, multiple=base.vocab_multiple)
         log.info("prepare_base: %d tokens added, %d rows", len(grown.ids), grown.after)
-    inspected = inspect_checkpoint(out)
+    _, tensors = model_files(out)
     metrics = {
-        "base/tensors": float(inspected.tensors),
-        "base/bytes": float(inspected.bytes),
+        "base/tensors": float(len(tensors)),
+        "base/bytes": float(size_of(tensors)),
         "base/seconds": time.monotonic() - started,
     }
     named = {"kind": base.kind, "path": base.path, "revision": base.revision}
     notes = {**named, "source": dict(source or {})}
-    return StageReport("base", checks=inspected.verdicts(), metrics=metrics, notes=notes)
+    return StageReport("base", metrics=metrics, notes=notes)
 
 
 def prepare_data(

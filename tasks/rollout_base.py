@@ -18,9 +18,8 @@ from tasks.process.output import Log
 from tasks.weights.execute.worker import Perform, write
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
-from tasks.weights.files.folder import inspect_checkpoint
+from tasks.weights.files.folder import copy_side_file, model_files
 from tasks.weights.files.reader import files_of
-from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.lora import Changes
 from tasks.weights.merge import MergeSettings, plan_merge
 from tasks.weights.model import model_facts
@@ -51,10 +50,10 @@ def rollout_base(
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (base / name).is_file():
             copy_side_file(base / name, out / name)
-    inspected = inspect_checkpoint(out)
+    _, tensors = model_files(out)
     seconds = time.monotonic() - started
-    log.info("rollout_base: %d tensors dequantised in %.1f s", inspected.tensors, seconds)
-    return StageReport("weights", inspected.verdicts(), {"rollout_base/seconds": seconds})
+    log.info("rollout_base: %d tensors dequantised in %.1f s", len(tensors), seconds)
+    return StageReport("weights", metrics={"rollout_base/seconds": seconds})
 
 
 def write_rollout_base(

@@ -51,7 +51,7 @@ from tasks.serving.vllm.job import HEADROOM
 from tasks.weights.execute.worker import perform
 from tasks.weights.execute.writer import parse_size, require_space
 from tasks.weights.files.dtypes import check_dtype
-from tasks.weights.files.side_files import require_own_files
+from tasks.weights.files.folder import require_own_files
 from tasks.weights.quantized.quantize import GGUF, quantized_size
 
 _NOT_COMPARED = (

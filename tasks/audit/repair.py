@@ -18,7 +18,7 @@ from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.private import open_up
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
-from tasks.weights.files.side_files import copy_side_file
+from tasks.weights.files.folder import copy_side_file
 from tasks.weights.plan import Plan, as_is
 from tasks.weights.validate import validate
 

@@ -26,8 +26,8 @@ from tasks.merge import ADAPTER, in_files, write_merged
 from tasks.pipeline.report import StageReport
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
+from tasks.weights.files.folder import PROCESSORS, copy_side_file, side_files
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
 from tasks.weights.head_plans import write_value_head
 from tasks.weights.heads import read_folder
 from tasks.weights.lora import read_adapter

@@ -12,8 +12,8 @@ from tasks.core import machine
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import open_artifact
 from tasks.weights.files.documents import read_json
+from tasks.weights.files.folder import PROCESSORS, TOKENIZER, copy_side_file, side_files
 from tasks.weights.files.reader import weight_files
-from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, copy_side_file, side_files
 from tasks.weights.heads import Normalisation
 
 CONFIG = "config.json"

@@ -26,7 +26,7 @@ from tasks.rl.responses import Response
 from tasks.rl.rewards import describe, error_details, validate_rewards
 from tasks.serving.prompts import chat, load_tokenizer, stop_ids, whole_ids
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.side_files import require_own_files
+from tasks.weights.files.folder import require_own_files
 from tasks.weights.heads import Normalisation, architectures, normalisation_from
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from tasks.training.engine.partitions import (
 from tasks.training.job import TrainJob
 from tasks.training.passes import HeldOutScores
 from tasks.training.tokens.data import holds_texts
-from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
+from tasks.weights.files.folder import PROCESSORS, copy_side_file, side_files
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 

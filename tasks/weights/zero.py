@@ -159,7 +159,7 @@ class _Model:
     is_partition: bool  # one of ZeRO-3's, with placeholders for parameters
     module: Tensors  # the state dict
     buffers: frozenset[str]
-    groups: tuple[Shapes, ...] | None  # trained, in the order of the flat groups; None without ZeRO
+    groups: list[Shapes] | None  # trained, in the order of the flat groups; None without ZeRO
     frozen: Shapes  # empty if frozen parameters were not saved
     fragments: Tensors  # frozen: this rank's partition under ZeRO-3, else full
     tied: Mapping[str, str]  # name -> name of the parameter that holds the same tensor
@@ -174,57 +174,66 @@ class _Optim:
     path: Path
     stage: int
     partitions: int  # of each group
-    flat: tuple[Tensor, ...]  # one 1-D tensor per group
-    paddings: tuple[Sequence[Any], ...] | None  # after each parameter of each group, in elements
+    flat: list[Tensor]  # one 1-D tensor per group
+    paddings: Sequence[Sequence[int]] | None  # after each parameter of each group, in elements
     step: bytes | None  # of the inner optimizer, to compare
 
 
 def _read_all(
-    files: Mapping[int, Path], read: Callable[[Path], Any], findings: list[str]
+    files: Mapping[int, Path], read: Callable[[Path, Any], Any], findings: list[str]
 ) -> list[Any]:
     states = []
     for rank in sorted(files):
+        path = files[rank]
         try:
-            states.append(read(files[rank]))
+            states.append(read(path, read_torch_file(path)))
         except ArtifactError as error:
             findings.append(error.message)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            findings.append(f"{path}: not DeepSpeed's states, or {_OTHER}: {error!s:.200}")
     return states
 
 
-def _read_model(path: Path) -> _Model:
-    raw = _dict(path, "the file", read_torch_file(path))
-    is_parallel = _count(raw.get("mp_world_size")) not in (None, 1)
-    if is_parallel or raw.get("autoep_layers") or not isinstance(raw.get("module"), dict):
-        raise ArtifactError(f"{path}: not DeepSpeed's states of a module, or {_OTHER}")
-    groups, buffers = raw.get("param_shapes"), raw.get("buffer_names") or []
-    if not isinstance(groups, list | None) or not isinstance(buffers, list):
-        raise ArtifactError(f"{path}: param_shapes or buffer_names is no list")
+def _read_model(path: Path, raw: Any) -> _Model:
+    if _count(raw.get("mp_world_size")) not in (None, 1) or raw.get("autoep_layers"):
+        raise ValueError("another parallelism")
+    groups = raw.get("param_shapes")
     # References to one long group: a few bytes in the file could expand to any amount of memory.
-    if len(set(map(id, groups or ()))) < len(groups or ()):
-        raise ArtifactError(f"{path}: param_shapes holds one group twice")
-    shapes = None
-    if groups is not None:
-        shapes = tuple(_shapes(path, "param_shapes", group) for group in groups)
+    if groups is not None and len({id(group) for group in groups}) < len(groups):
+        raise ValueError("param_shapes holds one group twice")
+    groups = None if groups is None else [_shapes(group) for group in groups]
     module = {
         name: value
         for name, value in raw["module"].items()
         if isinstance(name, str) and isinstance(value, Tensor)
     }
-    shared = _entries(path, "shared_params", raw, lambda name: isinstance(name, str))
+    shared = _named(raw.get("shared_params") or {}, lambda name: isinstance(name, str))
     return _Model(
         path=path,
         is_partition="zero_pp_rank" in path.name,
         module=module,
-        buffers=frozenset(name for name in buffers if isinstance(name, str)),
-        groups=shapes,
-        frozen=_shapes(path, "frozen_param_shapes", raw.get("frozen_param_shapes") or {}),
-        fragments=_entries(
-            path, "frozen_param_fragments", raw, lambda value: isinstance(value, Tensor)
+        buffers=frozenset(raw.get("buffer_names") or ()),
+        groups=groups,
+        frozen=_shapes(raw.get("frozen_param_shapes") or {}),
+        fragments=_named(
+            raw.get("frozen_param_fragments") or {}, lambda value: isinstance(value, Tensor)
         ),
-        tied=_tied(module, shared, shapes),
+        tied=_tied(module, shared, groups),
         step=_count(raw.get("global_steps")),
         world_size=_count(raw.get("dp_world_size")),
     )
+
+
+def _named(entries: Any, is_entry: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return a dictionary by name. Raises ValueError if it is none, or an entry is not such."""
+    for name, entry in entries.items():
+        if not (isinstance(name, str) and is_entry(entry)):
+            raise ValueError(f"an unexpected entry {name!a:.200}")
+    return dict(entries)
+
+
+def _shapes(group: Any) -> Shapes:
+    return {name: tuple(shape) for name, shape in _named(group, is_shape).items()}
 
 
 def _tied(
@@ -236,65 +245,37 @@ def _tied(
     """
     trained = {name for group in groups or () for name in group}
     tied = {alias: name for alias, name in shared.items() if alias not in trained}
-    if groups is None:
-        holders: dict[object, str] = {}
-        for name, tensor in module.items():
-            holder = holders.setdefault((tensor.extents, tensor.shape), name)
-            if holder != name and tensor.extents:
-                tied[name] = holder
+    holders: dict[object, str] = {}
+    for name, tensor in module.items() if groups is None else ():
+        holder = holders.setdefault((tensor.extents, tensor.shape), name)
+        if holder != name and tensor.extents:
+            tied[name] = holder
     return tied
 
 
-def _read_optim(path: Path) -> _Optim:
-    raw = _dict(path, "the file", read_torch_file(path)).get("optimizer_state_dict")
-    raw = _dict(path, "optimizer_state_dict", raw)
+def _read_optim(path: Path, raw: Any) -> _Optim:
+    raw = raw["optimizer_state_dict"]
     # BF16_Optimizer partitions like ZeRO-1 and does not store a stage.
     stage = _count(raw["zero_stage"]) if "zero_stage" in raw else 1
     counts = raw.get("partition_count")
-    parts = {_count(n) for n in counts} if isinstance(counts, list) else {_count(counts)}
-    partitions = parts.pop()
-    if stage not in (1, 2, 3) or parts or partitions is None:
-        raise ArtifactError(
-            f"{path}: zero_stage {stage}, partition_count is not one number: not a ZeRO "
-            f"checkpoint, or {_OTHER}"
-        )
+    partitions = {_count(n) for n in counts} if isinstance(counts, list) else {_count(counts)}
+    if stage not in (1, 2, 3) or len(partitions) != 1 or None in partitions:
+        raise ValueError(f"zero_stage {stage}, partition_count is not one number")
     flat = raw.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
-    if not isinstance(flat, list) or not all(isinstance(t, Tensor) and t.extents for t in flat):
+    if not flat or not all(isinstance(tensor, Tensor) and tensor.extents for tensor in flat):
         raise ArtifactError(f"{path}: holds no fp32 weights: offloaded to NVMe, or stripped")
     paddings = raw.get("param_alignment_paddings")
     return _Optim(
         path=path,
         stage=stage,
-        partitions=partitions,
-        flat=tuple(flat),
+        partitions=partitions.pop() or 0,
+        flat=flat,
         # Not copied: a list of references to one long list would become as many long lists.
-        paddings=tuple(group if isinstance(group, list | tuple) else () for group in paddings)
+        paddings=[group if isinstance(group, list | tuple) else () for group in paddings]
         if isinstance(paddings, list)
         else None,
         step=_step(raw.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")),
     )
-
-
-def _dict(path: Path, field: str, value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{path}: {field} is a {type(value).__name__}, not DeepSpeed's states")
-    return value
-
-
-def _entries(
-    path: Path, field: str, raw: Mapping[Any, Any], is_entry: Callable[[Any], bool]
-) -> dict[str, Any]:
-    """Return a dictionary of a file by name, which may be absent, if all its entries are such."""
-    value = _dict(path, field, raw.get(field) or {})
-    for name, entry in value.items():
-        if not (isinstance(name, str) and is_entry(entry)):
-            raise ArtifactError(f"{path}: {field}: an unexpected entry {name!a:.200}")
-    return value
-
-
-def _shapes(path: Path, field: str, group: Any) -> Shapes:
-    shapes = _entries(path, field, {field: group}, is_shape)
-    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def _count(value: Any) -> int | None:
@@ -335,17 +316,11 @@ def _rank_findings(
         yield f"files of several checkpoints: (stage, ranks) of the optimizer {sorted(kinds)}"
         return
     world = ranks[0].partitions if ranks else first.world_size or len(models)
-    due: list[tuple[str, Sequence[_Optim | _Model]]] = [("optim", ranks), ("model", models)]
-    for kind, states in due:
-        if (kind == "optim" and is_universal) or (kind == "model" and not first.is_partition):
-            continue
+    for kind, states in (("optim", ranks), ("model", models if first.is_partition else ())):
         numbers = {int(re.findall(r"rank_(\d+)", state.path.name)[0]) for state in states}
-        missing = next((rank for rank in range(world) if rank not in numbers), None)
-        if missing is not None:
-            yield f"{kind} states of {len(numbers)} ranks of {world}, absent: {missing}"
-        for rank in sorted(numbers):
-            if rank >= world:
-                yield f"{kind} states of rank {rank}: there are only {world} ranks"
+        absent = next((rank for rank in range(world) if rank not in numbers), None)
+        if numbers and (absent is not None or len(numbers) > world):
+            yield f"{kind} states of {len(numbers)} ranks, of {world} ranks; absent: {absent}"
     if len({model.step for model in models}) > 1:
         yield "ranks' files of more than one step: an overwritten checkpoint"
     # A rank that holds only padding has no optimizer state and therefore no step.

@@ -16,8 +16,8 @@ from tasks.delivery.base import folder_identity
 from tasks.delivery.stages import find_tokens
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.rl.reward_model import model_digest
+from tasks.weights.files.folder import foreign_entries
 from tasks.weights.files.reader import read_header
-from tasks.weights.files.side_files import foreign_entries
 from tests.delivery.conftest import Done
 from tests.weights.making import Spread, trained_model
 

@@ -11,6 +11,7 @@ from typing import Any
 from tasks.config.checks.context import Context, Known
 from tasks.config.checks.memory import Sizes
 from tasks.config.defaults import ONLINE
+from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
 from tasks.core.hub import hub_config
 from tasks.toy import CONTEXT, SHAPE
@@ -23,9 +24,7 @@ from tasks.training.model.families import (
     why_padded,
 )
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.folder import CONFIG, inspect_checkpoint
-from tasks.weights.files.reader import read_header
-from tasks.weights.files.side_files import foreign_entries
+from tasks.weights.files.folder import CONFIG, foreign_entries, model_files
 from tasks.weights.quantized.config_fields import stored
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
@@ -132,17 +131,19 @@ def _refused(value: str, allowed: str) -> Finding:
 
 def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
     try:
-        checkpoint = inspect_checkpoint(folder)
-        weights = [f for name, f in checkpoint.files.items() if name.endswith(".safetensors")]
-        if problems := [*foreign_entries(folder), *checkpoint.problems]:
+        problems = foreign_entries(folder)
+        try:
+            _, tensors = model_files(folder)
+        except ArtifactError as error:
+            problems += error.details
+        if problems:
             allowed = "complete files in Hugging Face's layout"
             return Known(), [_refused(f"{folder}: {p}", allowed) for p in problems]
         config = read_json(folder / CONFIG)
-        headers = [read_header(file) for file in weights]
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"
         return Known(), [_refused(reason, "a folder that can be read")]
-    shapes = {name: info.shape for header in headers for name, info in header.tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     modules = tuple(
         name.removesuffix(".weight")
         for name, shape in shapes.items()

@@ -1,85 +1,158 @@
-"""Inspect a Hugging Face model folder: the files of the model, and every problem with them.
+"""The folder of a Hugging Face model: its files, and the only way to copy those beside the weights.
 
-Reads headers only. All problems are collected, so a broken download needs one look.
+A folder from elsewhere can hold anything under any name. Only files that transformers or vLLM read
+for a tokenizer or a processor are copied, and only if `tasks/core/files.py` lets them be followed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from tasks.core.contract import Check
-from tasks.core.errors import ArtifactError
-from tasks.weights.files.documents import read_json
+from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.files import copy_file, link_problem, link_refused
+from tasks.weights.files.documents import artifact_name, read_json
 from tasks.weights.files.reader import OTHER_WEIGHTS, index_of, read_header, survey, weight_files
-from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, side_files
+from tasks.weights.files.tensors import Tensors
 
-CONFIG = "config.json"
-SINGLE = "model.safetensors"
+CONFIG, SINGLE = "config.json", "model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-BESIDE = (CONFIG, "generation_config.json", index_of(SINGLE), *TOKENIZER, *PROCESSORS)
-"""Names of the files that belong to a model beside its weights, as patterns."""
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v[0-9]*",
+    "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
+    "ice_text.model", "bpe.model", "tiktoken.model", "*.tiktoken", "tekken.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Names of a tokenizer's files, as patterns."""
+PROCESSORS = (
+    "processor_config.json", "preprocessor_config.json", "image_processor_config.json",
+    "video_preprocessor_config.json", "audio_processor_config.json",
+)  # fmt: skip
+"""Names of the processors' files of a multimodal model."""
+CODE = ("*.py", "*.txt", "*.model", "*.tiktoken", "*.bpe")
+"""Names of a model's own code and of the vocabularies that it reads."""
 
 
-@dataclass
-class ModelFolder:
-    """Content of a model folder: its files by name, and the reasons why it cannot be used."""
+def side_files(folder: Path, patterns: Sequence[str] = TOKENIZER) -> list[Path]:
+    """Return the files of a folder that may be copied beside weights, sorted.
 
-    files: dict[str, Path] = field(default_factory=dict)
-    tensors: int = 0
-    bytes: int = 0
-    problems: list[str] = field(default_factory=list)
-
-    def verdicts(self) -> tuple[Check, ...]:
-        """Return a failed check for each problem, or one that says what the folder holds."""
-        if self.problems:
-            return tuple(Check("folder", "usable", text, ok=False) for text in self.problems)
-        text = f"{self.tensors} tensors, {self.bytes} bytes"
-        return (Check("folder", text, text, ok=True),)
+    Raises ArtifactError if one is not a file, or a link that leads elsewhere.
+    """
+    names = sorted(entry.name for entry in os.scandir(folder)) if folder.is_dir() else []
+    paths = [folder / name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+    for path in paths:
+        _require(path, folder)
+    return paths
 
 
-def inspect_checkpoint(folder: Path) -> ModelFolder:
-    """Inspect a model folder: config.json, tokenizer, and the header of every weight file."""
-    checkpoint = ModelFolder()
+def copy_side_file(source: Path, target: Path, root: Path | None = None) -> None:
+    """Copy a side file. Raises ArtifactError if it is not a file of `root`, else of its folder."""
+    _require(source, root or source.parent)
+    copy_file(source, target)
+
+
+def _require(path: Path, folder: Path) -> None:
+    problem = link_problem(path, folder)
+    if problem:
+        raise link_refused(path, problem)
+    if not path.is_file():
+        raise ArtifactError(
+            f"{path}: a folder, a pipe or a device, not a file",
+            hint="replace it with a regular file, or remove it",
+        )
+
+
+def entry_problem(path: Path, root: Path) -> str:
+    """Return the reason why an entry of a folder must not be read; "" if it may be.
+
+    The weights of a `base` artifact are links to the user's files. They may lead elsewhere, because
+    their bytes are compared with the manifest before they are used: whoever made the manifest knew
+    the bytes.
+    """
+    problem = link_problem(path, root)
+    is_weights = path.suffix == ".safetensors" and path.is_file()
+    return "" if problem and is_weights and artifact_name(path.parent)[0] == "base" else problem
+
+
+def foreign_entries(folder: Path) -> list[str]:
+    """Return one line for each link that leads elsewhere, pipe, socket and device in a folder."""
+    findings = []
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") and not path.exists():
+            continue  # `.#x` of Emacs: a broken link that no loader reads, and nothing copies
+        problem = entry_problem(path, folder)
+        if not problem and not (path.is_file() or path.is_dir()):
+            problem = "a pipe, a socket or a device"
+        if problem:
+            findings.append(f"{path.name}: {problem}")
+    return findings
+
+
+def require_own_files(folder: Path) -> None:
+    """Refuse a folder with `foreign_entries`. Raises ArtifactError with all of them."""
+    findings = foreign_entries(folder)
+    if findings:
+        raise ArtifactError(
+            f"{folder}/{first_and_more(findings)}",
+            details=findings,
+            hint=f"remove them, or copy what they lead to: cp -rL {shlex.quote(str(folder))} "
+            "<a new folder>",
+        )
+
+
+def model_files(folder: Path) -> tuple[dict[str, Path], Tensors]:
+    """Return the files of a model's folder by name, and its tensors; only headers are read.
+
+    Raises ArtifactError with every problem, so a broken download needs one look.
+    """
+    files: dict[str, Path] = {}
+    problems = list(_config_problems(folder))
+    tensors: Tensors = {}
+    beside = (CONFIG, "generation_config.json", index_of(SINGLE), *TOKENIZER, *PROCESSORS)
     try:
-        checkpoint.files = {path.name: path for path in side_files(folder, BESIDE)}
+        files = {path.name: path for path in side_files(folder, beside)}
     except ArtifactError as error:
-        checkpoint.problems.append(error.message)
-    checkpoint.problems += _config_problems(folder)
+        problems.append(error.message)
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        checkpoint.problems.append(f"no tokenizer: none of {', '.join(TOKENIZERS)}")
-    if not any((folder / name).is_file() for name in (SINGLE, index_of(SINGLE))):
-        checkpoint.problems.append(_no_weights(folder))
-        return checkpoint
-    others = [path.name for path in weight_files(folder, *OTHER_WEIGHTS)]
-    tensors, problems = survey(
-        folder, SINGLE, lambda path: read_header(path).tensors, beside=others
-    )
-    checkpoint.problems += problems
-    checkpoint.tensors = len(tensors)
-    checkpoint.bytes = sum(tensor.nbytes for tensor in tensors.values())
-    paths = sorted({tensor.extents[0].path for tensor in tensors.values()})
-    checkpoint.files |= {path.name: path for path in paths}
-    return checkpoint
+        problems.append(f"no tokenizer: none of {', '.join(TOKENIZERS)}")
+    if any((folder / name).is_file() for name in (SINGLE, index_of(SINGLE))):
+        others = [path.name for path in weight_files(folder, *OTHER_WEIGHTS)]
+        tensors, wrong = survey(folder, SINGLE, lambda path: read_header(path).tensors, others)
+        problems += wrong
+    else:
+        problems.append(_no_weights(folder))
+    if problems:
+        raise ArtifactError(
+            f"{folder} cannot be used as a base: {first_and_more(problems)}",
+            details=problems,
+            hint="repair the folder or download it again; model.path=<another folder>",
+        )
+    paths = {extent.path for tensor in tensors.values() for extent in tensor.extents}
+    return files | {path.name: path for path in sorted(paths)}, tensors
 
 
-def _config_problems(folder: Path) -> list[str]:
+def _config_problems(folder: Path) -> Iterator[str]:
     if not (folder / CONFIG).is_file():
         adapter = (folder / "adapter_config.json").is_file()
         kind = ": this is an adapter; name the base model it belongs to" if adapter else ""
-        return [f"no {CONFIG}{kind}"]
+        yield f"no {CONFIG}{kind}"
+        return
     try:
-        config = read_json(folder / CONFIG)
+        if "model_type" not in read_json(folder / CONFIG):
+            yield f"{CONFIG} has no model_type"
     except ArtifactError as error:
-        return [error.message.removeprefix(f"{folder}/")]
-    return [] if "model_type" in config else [f"{CONFIG} has no model_type"]
+        yield error.message.removeprefix(f"{folder}/")
 
 
 def _no_weights(folder: Path) -> str:
     if strays := weight_files(folder, "*.safetensors"):
         return f"{strays[0].name} is not {SINGLE}, and there is no {index_of(SINGLE)}"
-    if pickles := weight_files(folder, *PICKLES):
+    if pickles := weight_files(folder, "*.bin", "*.pt", "*.pth", "*.ckpt"):
         return (
             f"weights only as pickles ({pickles[0].name}), which can run code when loaded; "
             "save them as safetensors: save_pretrained of transformers 5 does"

@@ -149,7 +149,7 @@ def read_files(
     `single` is the name of the only file if there is no index, `read` opens a file. Raises
     ArtifactError with all findings of `survey`, and this hint.
     """
-    tensors, findings = survey(root, single, read, beside=beside)
+    tensors, findings = survey(root, single, read, beside)
     if findings:
         raise ArtifactError(
             f"{root}: not a usable checkpoint: {first_and_more(findings)}",
@@ -160,7 +160,7 @@ def read_files(
 
 
 def survey(
-    root: Path, single: str, read: Callable[[Path], Tensors], *, beside: Collection[str] = ()
+    root: Path, single: str, read: Callable[[Path], Tensors], beside: Collection[str] = ()
 ) -> tuple[Tensors, list[str]]:
     """Return the tensors of a checkpoint's files, and a line for everything that is wrong."""
     findings: list[str] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ from tasks.weights.execute.worker import perform
 from tasks.weights.execute.writer import parse_size, require_space
 from tasks.weights.files.dtypes import check_dtype
 from tasks.weights.files.folder import require_own_files
-from tasks.weights.quantized.quantize import GGUF, quantized_size
+from tasks.weights.quantized.quantize import GGUF
 
 _NOT_COMPARED = (
     "the base was not compared: with base=<folder> a model that equals its base is refused"
@@ -154,10 +153,7 @@ class Delivery:
             yield "  convert: " + "; ".join(describe_plan(model))
         yield f"  served: {len(model.ops)} tensors, {megabytes(model.nbytes)}"
         if scheme != "none":
-            shapes = {op.name: op.shape for op in model.ops}
-            linear = sum(prod(shapes[name]) for name in self.work.facts.quantized)
-            size = quantized_size(model.nbytes, linear, self.settings["convert"])
-            yield f"  quantized: {scheme}, {megabytes(size)}"
+            yield f"  quantized: {scheme}"
 
 
 def prepare_delivery(composed: Composed) -> Delivery:

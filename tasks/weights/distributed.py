@@ -6,7 +6,7 @@ and a table that says which shard has which rows of which tensor. Nothing of it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,58 +55,54 @@ def find_root(folder: Path) -> Path:
 
 
 def read_distributed(folder: Path) -> DistributedCheckpoint:
-    """Open a checkpoint; only the table and the shards' headers are read.
+    """Open a checkpoint; only the table and the headers of the model's shards are read.
 
     Raises ArtifactError with all findings: missing or damaged shards, tensors that are split along
     another axis than the first.
     """
     root = find_root(folder)
-    shapes, items = _table(root / METADATA)
-    findings: list[str] = []
-    shards = _shards(root, items, findings)
+    entries = _table(root / METADATA)
+    names = _of_model(root, entries)
+    findings: dict[str, None] = {}  # one for each file
     tensors = {}
-    names = _of_model(root, shapes)
     for name, key in names.items():
         try:
-            tensors[name] = _tensor(shapes[key], shards.get(key, {}))
+            tensors[name] = _tensor(root, entries[key])
+        except ArtifactError as error:
+            findings[error.message] = None
         except ValueError as error:
-            findings.append(f"{name}: {error}")
+            findings[f"{name}: {error}"] = None
     if findings:
         raise ArtifactError(
-            f"{root}: not a complete checkpoint: {first_and_more(findings)}",
-            details=findings[:_SHOWN],
+            f"{root}: not a complete checkpoint: {first_and_more([*findings])}",
+            details=[*findings][:_SHOWN],
             hint=_AGAIN,
         )
-    return DistributedCheckpoint(tensors, root, len(shapes) - len(names))
+    return DistributedCheckpoint(tensors, root, len(entries) - len(names))
 
 
 Sizes = tuple[int, ...]
 
 
-class _Entry(NamedTuple):
-    """A tensor in the table: its shape, dtype, shards (offsets, sizes), and its path."""
+class _Place(NamedTuple):
+    """A range of a file: the zip file of one shard."""
 
-    shape: Sizes
-    dtype: str
-    chunks: list[tuple[Sizes, Sizes]]
-    path: tuple[Any, ...]
-
-
-class _Item(NamedTuple):
-    """A shard in a file: its tensor, its offsets there, its first byte and its length."""
-
-    key: str
-    offsets: Sizes
     file: str
     start: int
     length: int
 
 
-Shards = dict[Sizes, Tensor]
-"""Shards of a tensor by their offsets."""
+class _Entry(NamedTuple):
+    """A tensor in the table."""
+
+    shape: Sizes
+    dtype: str
+    chunks: list[tuple[Sizes, Sizes]]  # offsets and sizes of its shards
+    path: tuple[Any, ...]  # its keys in nested dictionaries
+    places: dict[Sizes, _Place]  # by offsets
 
 
-def _table(path: Path) -> tuple[dict[str, _Entry], list[_Item]]:
+def _table(path: Path) -> dict[str, _Entry]:
     """Return the tensors by key, and where their shards are."""
     try:
         if path.stat().st_size > _MOST:
@@ -114,11 +110,19 @@ def _table(path: Path) -> tuple[dict[str, _Entry], list[_Item]]:
         table = _fields(run(path.read_bytes(), persistent=Foreign, reduce=_reduce))
         paths = table.get("planner_data") or {}
         entries = {
-            key: _entry(key, _fields(value), paths)
+            key: _entry(key, _fields(value), tuple(paths.get(key) or (key,)))
             for key, value in table["state_dict_metadata"].items()
             if value.kind.endswith(".TensorStorageMetadata")  # others are of the optimizer
         }
-        return entries, list(_items(table["storage_data"]))
+        for index, storage in table["storage_data"].items():
+            fields, at = _fields(index), _fields(storage)
+            if fields.get("offset") is None:
+                continue  # not a tensor
+            if at.get("transform_descriptors"):
+                raise ValueError(f"{fields['fqn']} is compressed or encrypted")
+            place = _Place(str(at["relative_path"]), int(at["offset"]), int(at["length"]))
+            entries[fields["fqn"]].places[tuple(fields["offset"])] = place
+        return entries
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
     except PickleError as error:
@@ -141,7 +145,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return state
 
 
-def _entry(key: str, fields: Mapping[str, Any], paths: Mapping[str, Any]) -> _Entry:
+def _entry(key: str, fields: Mapping[str, Any], path: tuple[Any, ...]) -> _Entry:
     dtype = fields["properties"].state[0]
     chunks = [_fields(chunk) for chunk in fields["chunks"]]
     sizes = [fields["size"], *(size for chunk in chunks for size in chunk.values())]
@@ -151,19 +155,9 @@ def _entry(key: str, fields: Mapping[str, Any], paths: Mapping[str, Any]) -> _En
         tuple(fields["size"]),
         DTYPES.get(dtype.name, dtype.name),
         [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks],
-        tuple(paths.get(key) or (key,)),
+        path,
+        {},
     )
-
-
-def _items(table: Mapping[Any, Any]) -> Iterator[_Item]:
-    for index, place in table.items():
-        fields, at = _fields(index), _fields(place)
-        if fields.get("offset") is None:
-            continue  # not a tensor
-        if at.get("transform_descriptors"):
-            raise ValueError(f"{fields['fqn']} is compressed or encrypted")
-        name, start, length = str(at["relative_path"]), int(at["offset"]), int(at["length"])
-        yield _Item(fields["fqn"], tuple(fields["offset"]), name, start, length)
 
 
 def _of_model(root: Path, entries: Mapping[str, _Entry]) -> dict[str, str]:
@@ -183,41 +177,19 @@ def _of_model(root: Path, entries: Mapping[str, _Entry]) -> dict[str, str]:
     return places[models[0]]
 
 
-def _shards(root: Path, items: Sequence[_Item], findings: list[str]) -> dict[str, Shards]:
-    """Return the shards by key and offsets, from the headers of the zip files that hold them."""
-    shards: dict[str, Shards] = {}
-    lost: dict[str, str] = {}
-    for item in items:
-        if item.file in lost:
-            continue
-        try:
-            if Path(item.file).name != item.file:
-                raise ArtifactError(f"{item.file}: not a plain file name")
-            end = item.start + item.length
-            shard = read_object(read_archive(root / item.file, item.start, end))
-            if not isinstance(shard, Tensor) or not shard.extents:
-                raise ArtifactError(f"{item.file}: no contiguous tensor at byte {item.start}")
-            shards.setdefault(item.key, {})[item.offsets] = shard
-        except ArtifactError as error:
-            lost[item.file] = error.message
-    findings += lost.values()
-    return shards
-
-
-def _tensor(entry: _Entry, shards: Shards) -> Tensor:
+def _tensor(root: Path, entry: _Entry) -> Tensor:
     """Join the shards of a tensor along its first axis."""
     extents: list[Extent] = []
     rows = 0
     for offsets, sizes in sorted(entry.chunks):
         if 0 in sizes:
             continue
-        if offsets not in shards:
+        if offsets not in entry.places:
             raise ValueError(f"the shard from {list(offsets)} on is missing")
-        shard = shards[offsets]
+        shard = _shard(root, entry.places[offsets])
         if shard.shape != sizes or shard.dtype != entry.dtype:
-            raise ValueError(
-                f"a shard of {shard.dtype} {list(shard.shape)}, expected {list(sizes)}"
-            )
+            have = f"{shard.dtype} {list(shard.shape)}"
+            raise ValueError(f"a shard of {have}, expected {list(sizes)}")
         if sizes[1:] != entry.shape[1:]:
             raise ValueError("split along another axis than the first, as tensor parallelism does")
         if any(offsets[1:]) or offsets[:1] not in ((rows,), ()):
@@ -227,3 +199,13 @@ def _tensor(entry: _Entry, shards: Shards) -> Tensor:
     if entry.shape and rows != entry.shape[0] and 0 not in entry.shape:
         raise ValueError(f"{rows} of {entry.shape[0]} rows")
     return Tensor(entry.shape, entry.dtype, tuple(extents))
+
+
+def _shard(root: Path, place: _Place) -> Tensor:
+    """Return a shard, from the zip file that holds it alone."""
+    if Path(place.file).name != place.file:
+        raise ArtifactError(f"{place.file}: not a plain file name")
+    shard = read_object(read_archive(root / place.file, place.start, place.start + place.length))
+    if not isinstance(shard, Tensor) or not shard.extents:
+        raise ArtifactError(f"{place.file}: no contiguous tensor at byte {place.start}")
+    return shard

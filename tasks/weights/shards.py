@@ -8,31 +8,31 @@ shapes. The slices of a parameter must cover [0, numel) exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import parse_json, read_json
 from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.reader import Header, read_header, weight_files
 from tasks.weights.files.tensors import Extent, Tensor, Tensors
+from tasks.weights.pickled.torch_file import is_shape
 
 PARTITIONS = "partitions.json"
 SHARDS = "shards"
-MAX_RANKS = 1 << 16
+_MAX_RANKS = 1 << 16
 _SHOWN = 50
 
 
-@dataclass(frozen=True, order=True)
-class Slice:
-    """Elements [start, end) of a flattened parameter, and the file that holds them."""
+class _Slice(NamedTuple):
+    """Elements [start, end) of a flattened parameter, and where they are."""
 
     start: int
     end: int
-    file: str
+    extent: Extent
 
 
 @dataclass(frozen=True)
@@ -59,51 +59,34 @@ def read_partitions(root: Path) -> Partitions:
             a place, of an unknown parameter or of another dtype; gaps and overlaps.
     """
     table = _read_table(root / PARTITIONS)
-    findings: list[str] = []
     world_size, dtype = table["world_size"], table["dtype"]
     wanted = [rank_file(rank, world_size) for rank in range(world_size)]
     present = {path.name for path in weight_files(root / SHARDS, "*.safetensors")}
-    findings += [f"{name}: stray rank file" for name in sorted(present - set(wanted))]
-    headers: dict[str, Header] = {}
-    for name in wanted:
+    findings = [f"{name}: stray rank file" for name in sorted(present - set(wanted))]
+    shapes = {name: tuple(entry["shape"]) for name, entry in table["parameters"].items()}
+    slices: dict[str, list[_Slice]] = {name: [] for name in shapes}
+    is_whole = True
+    for file in wanted:
         try:
-            headers[name] = read_header(root / SHARDS / name)
+            header = read_header(root / SHARDS / file)
+            findings += [f"{file}: {text}" for text in _collect(header, shapes, dtype, slices)]
         except ArtifactError as error:
             findings.append(error.message)
-    shapes = {name: tuple(entry["shape"]) for name, entry in table["parameters"].items()}
-    slices_of: dict[str, list[Slice]] = {name: [] for name in shapes}
-    for file, header in headers.items():
-        findings += _collect(file, header, shapes, dtype, slices_of)
-    if len(headers) == len(wanted):  # a missing file would add a gap for every parameter
-        for name, shape in shapes.items():
-            findings += coverage(name, prod(shape), slices_of[name])
+            is_whole = False  # each parameter would have a gap
+    for name, shape in shapes.items():
+        slices[name].sort(key=lambda piece: (piece.start, piece.end))
+        findings += _coverage(name, prod(shape), slices[name]) if is_whole else ()
     if findings:
         raise ArtifactError(
             f"{root}: shards do not make whole tensors: {first_and_more(findings)}",
             details=findings[:_SHOWN],
             hint="train again: force=[train]",
         )
-
-    def extents(name: str) -> Iterator[Extent]:
-        for piece in sorted(each for each in slices_of[name] if each.end > each.start):
-            yield from headers[piece.file].tensors[name].extents
-
-    tensors = {n: Tensor(shape, dtype, tuple(extents(n))) for n, shape in shapes.items()}
+    tensors = {
+        name: Tensor(shape, dtype, tuple(piece.extent for piece in slices[name]))
+        for name, shape in shapes.items()
+    }
     return Partitions(tensors, root, table["mode"], dtype, world_size)
-
-
-def coverage(name: str, numel: int, slices: list[Slice]) -> list[str]:
-    """Return the first gap or overlap in the slices of one parameter; empty if there is none."""
-    at = 0
-    for piece in sorted(s for s in slices if s.end > s.start):
-        if piece.start > at:
-            return [f"{name}: elements {at} to {piece.start} are in no rank's file"]
-        if piece.start < at:
-            return [f"{name}: elements {piece.start} to {at} are in two files, once {piece.file}"]
-        at = piece.end
-    if at < numel:
-        return [f"{name}: elements {at} to {numel} are in no rank's file"]
-    return [f"{name}: has {numel} elements, but its slices end at {at}"] if at > numel else []
 
 
 def _read_table(path: Path) -> dict[str, Any]:
@@ -113,28 +96,23 @@ def _read_table(path: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path}: not a partition table of format 1")
     if table.get("mode") not in ("adapter", "full") or str(table.get("dtype")) not in ITEM_BITS:
         raise ArtifactError(f"{path}: its mode or dtype is not supported")
-    if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
+    if type(world_size) is not int or not 0 < world_size <= _MAX_RANKS:
         raise ArtifactError(f"{path}: world_size {str(world_size)[:20]} is not valid")
-    if not isinstance(parameters, dict) or not all(map(_has_shape, parameters.values())):
-        raise ArtifactError(f"{path}: its parameters have no shapes")
-    if not parameters:
+    if not isinstance(parameters, dict) or not parameters:
         raise ArtifactError(f"{path}: names no parameter: nothing was trained")
+    entries = parameters.values()
+    if not all(isinstance(entry, dict) and is_shape(entry.get("shape")) for entry in entries):
+        raise ArtifactError(f"{path}: its parameters have no shapes")
     return table
 
 
-def _has_shape(entry: object) -> bool:
-    shape = entry.get("shape") if isinstance(entry, dict) else None
-    return isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-
-
 def _collect(
-    file: str,
     header: Header,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
-    slices_of: dict[str, list[Slice]],
+    slices: Mapping[str, list[_Slice]],
 ) -> Iterator[str]:
-    """Add one rank's slices to `slices_of`; yield the findings."""
+    """Add one rank's slices to `slices`; yield the findings."""
     try:
         table = parse_json(header.metadata["partitions"].encode())
         places = {
@@ -142,19 +120,31 @@ def _collect(
             for name, entry in table.items()
         }
     except (KeyError, TypeError, ValueError, AttributeError):
-        yield f"{file}: metadata has no readable partition table"
+        yield "metadata has no readable partition table"
         return
     for name in sorted(set(places) ^ set(header.tensors)):
-        yield f"{file}: {name} is in its table or in its tensors, not in both"
+        yield f"{name} is in its table or in its tensors, not in both"
     for name in sorted(set(places) & set(header.tensors)):
-        (shape, start, end), info = places[name], header.tensors[name]
+        (shape, start, end), tensor = places[name], header.tensors[name]
         if name not in shapes:
-            yield f"{file}: {name} is not in {PARTITIONS}"
+            yield f"{name} is not in {PARTITIONS}"
         elif shape != shapes[name]:
-            yield f"{file}: {name} is {list(shape)}, {PARTITIONS}: {list(shapes[name])}"
-        elif info.dtype != dtype:
-            yield f"{file}: {name} is {info.dtype}, {PARTITIONS} says {dtype}"
-        elif not 0 <= start <= end or prod(info.shape) != end - start:
-            yield f"{file}: {name} holds {prod(info.shape)} elements, its place is [{start}, {end})"
-        else:
-            slices_of[name].append(Slice(start, end, file))
+            yield f"{name} is {list(shape)}, {PARTITIONS}: {list(shapes[name])}"
+        elif tensor.dtype != dtype:
+            yield f"{name} is {tensor.dtype}, {PARTITIONS} says {dtype}"
+        elif not 0 <= start <= end or tensor.numel != end - start:
+            yield f"{name} holds {tensor.numel} elements, its place is [{start}, {end})"
+        elif tensor.numel:
+            slices[name].append(_Slice(start, end, tensor.extents[0]))
+
+
+def _coverage(name: str, numel: int, slices: Sequence[_Slice]) -> Iterator[str]:
+    """Yield the first gap or overlap in the slices of one parameter, in order."""
+    at = 0
+    for start, end, extent in [*slices, _Slice(numel, numel, Extent(Path(), 0, 0))]:
+        if start != at:
+            other = extent.path.name or "beyond its end"
+            wrong = "no rank's file" if start > at else f"two files, once {other}"
+            yield f"{name}: elements {min(at, start)} to {max(at, start)} are in {wrong}"
+            return
+        at = end

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import re
 import struct
 import subprocess
@@ -25,7 +23,6 @@ from tests.audit.making import (
     make_shards,
     tensors,
     with_tokenizer,
-    write_json,
 )
 from tests.conftest import PROJECT
 from tests.weights.pickled.corpus import cases
@@ -115,11 +112,6 @@ def test_patterns_without_end(tmp_path: Path) -> None:
     assert {"ADAPTER_CONFIG", "ADAPTER_SAVED"} <= reported
 
 
-def names(root: Path) -> None:
-    many = [f"module_{number}" for number in range(100_000)]
-    make_adapter(root, modules_to_save=many, target_modules=many, target_parameters=many)
-
-
 def numbers(root: Path) -> None:
     arrays = tensors()
     arrays["model.layers.0.mlp.experts.999999.up.weight"] = arrays["lm_head.weight"]
@@ -135,28 +127,12 @@ def template(root: Path) -> None:
     (root / "chat_template.jinja").write_text("{{ " + "[" * 100_000)
 
 
-def endless_texts(root: Path) -> None:
-    make_model(root)
-    (root / "tokenizer.json").write_bytes(b'{"model": {"vocab": {"' + b"\\a" * (24 << 20))
-    (root / "vocab.json").write_bytes(b'{"model": {"vocab": [' + b'["a",1],' * (6 << 20))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [names, numbers, template, endless_texts])
+@pytest.mark.parametrize("make", [numbers, template])
 def test_the_audit_stays_within_its_limits(make: Callable[[Path], None], tmp_path: Path) -> None:
-    root, base = tmp_path / "it", make_model(tmp_path / "base")
+    root = tmp_path / "it"
     make(root)
-    assert examined(root, base if make is names else None)
-
-
-class Hostile:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.path}",)
+    assert examined(root)
 
 
 def test_a_state_dict_inside_a_trainers_checkpoint(tmp_path: Path) -> None:
@@ -168,15 +144,6 @@ def test_a_state_dict_inside_a_trainers_checkpoint(tmp_path: Path) -> None:
     torch.save({"module": state, "epoch": 3, "optimizer": {}}, root / "pytorch_model.bin")
     (finding,) = audit(root).errors
     assert (finding.code, "'module'" in finding.found) == ("BAD_HEADER", True)
-
-
-def test_every_file_is_judged_by_its_content(tmp_path: Path) -> None:
-    hostile = pickle.dumps(Hostile(tmp_path / "ran"), 4)
-    for number, name in enumerate((".metadata", "notes.txt", "model-00001.safetensors", "a/b.x")):
-        root = make_model(tmp_path / str(number))
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(hostile)
-        assert codes(root)["PICKLE_CALLS"] == "error", name
 
 
 AUDIT_HOOKED = """

@@ -127,7 +127,7 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
     scales = state.absmax
     if state.nested:
         scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
-    # Not `dequantize_4bit`: it errs if rows are not whole blocks, see `bnb4.py`.
+    # Not `dequantize_4bit`: it errs if rows are not whole blocks, see `packed.py`.
     restored = _restored(weight, packed, scales, state).reshape(weight.shape)
     return restored.t().contiguous() if turned else restored
 

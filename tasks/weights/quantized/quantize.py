@@ -19,7 +19,7 @@ weights. Rounding to nearest could put the largest element of a row beyond the r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,8 +52,6 @@ SCALE, SCALE_DTYPE = "_scale", "F32"
 """Suffix of the key of a weight's scales, after the weight's own key, and their dtype."""
 GGUF = "gguf:"
 """Beginning of the formats that llama.cpp writes and serves."""
-GGUF_BITS = {"f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9}
-"""Bits per weight of GGUF types, all weights and scales included, about."""
 _SHOWN = 50
 
 
@@ -93,17 +91,6 @@ def quantized_plan(plan: Plan, facts: Model, scheme: str) -> Plan:
             hint="convert.quantize=none",
         )
     return replace(plan, ops=tuple(ops), shards=None)
-
-
-def quantized_size(nbytes: int, linear: int, convert: Mapping[str, Any]) -> int:
-    """Return the size of a quantised model in bytes, about.
-
-    `nbytes` is its size in 16 bits, `linear` the number of weights in its quantised layers.
-    """
-    scheme = convert["quantize"]
-    if scheme.startswith(GGUF):  # embeddings and head, too
-        return int(nbytes * GGUF_BITS[scheme.removeprefix(GGUF)] / 16)
-    return nbytes - linear
 
 
 def quantized_contract(facts: Model, scheme: str) -> list[Expected]:

@@ -40,10 +40,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def _entry(shape: list, begin: int, end: int, dtype: str = "U8") -> dict:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
 @settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -70,22 +66,12 @@ def test_altered_bytes_give_an_error_or_what_safetensors_reads(tmp_path, good, d
             assert stored == file.get_tensor(name).tobytes()
 
 
-BAD: list[object] = [
-    {"a": _entry([9], 0, 9)},  # beyond the end of the file
-    {"a": _entry([4], 0, 4), "b": _entry([4], 3, 7)},
-    {"a": _entry([4], 0, 4)},  # not to the end of the file
-    {"a": _entry([8], 0, 8, "C64")},
-    {"a\x1b[2J": _entry([8], 0, 8)},
-    [1, 2],
-]
-
-
-def test_damaged_headers_are_refused(tmp_path: Path, good: bytes) -> None:
-    path, texts = tmp_path / "x.safetensors", [json.dumps(bad).encode() for bad in BAD]
-    files = [struct.pack("<Q", len(text)) + text + bytes(8) for text in (*texts, b"[" * 200_000)]
-    files += [good[:-1], b"", struct.pack("<Q", 2**62) + b"{}"]
-    for raw in files:
-        path.write_bytes(raw)
+def test_names_that_no_terminal_should_print_and_unknown_dtypes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for name, dtype in (("a\x1b[2J", "F64"), ("a", "C64")):
+        entry = {"dtype": dtype, "shape": [1], "data_offsets": [0, 8]}
+        text = json.dumps({name: entry}).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
         with pytest.raises(ArtifactError, match=path.name):
             read_header(path)
 

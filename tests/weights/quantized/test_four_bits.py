@@ -169,42 +169,30 @@ def _restate(**changes: Any) -> Change:
     return change
 
 
-BYTES = torch.uint8
 DAMAGES: list[Change] = [
     _drop(".absmax"),
-    _drop(".nested_quant_map"),
     _drop(STATE_KEY),
     _drop(""),
     _drop(".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE_KEY),
-    _put("", torch.zeros(2047, 1, dtype=BYTES)),
     _put(".absmax", torch.zeros(64)),
     _put(".quant_map", torch.tensor(LEVELS["fp4"])),
-    _put(STATE_KEY, torch.full((9,), 91, dtype=BYTES)),
-    _put(STATE + "bitsandbytes__fp4", torch.zeros(4, dtype=BYTES)),
+    _put(STATE_KEY, torch.full((9,), 91, dtype=torch.uint8)),
     _restate(quant_type="fp4"),
-    _restate(shape=[64, 32]),
     _restate(shape=[0, 64]),
-    _restate(blocksize=48),
     _restate(blocksize=128),
     _restate(dtype="float8"),
     _restate(nested_blocksize=None),
     _restate(nested_offset=float("inf")),
-    _restate(nested_dtype="bfloat16"),
 ]
 
 
-def test_every_damage_is_refused_by_the_name_of_its_matrix(nf4, damaged, tmp_path) -> None:
+def test_every_damage_is_refused_by_the_name_of_its_matrix(nf4: Path, tmp_path: Path) -> None:
     for number, change in enumerate(DAMAGES):
         folder = Path(shutil.copytree(nf4, tmp_path / str(number)))
         _alter(folder, change)
         with pytest.raises(ArtifactError) as caught:
             read_base(folder)
         assert all(line.startswith(Q_PROJ) for line in caught.value.details), number
-    v_proj = Q_PROJ.replace("q_proj", "v_proj")
-    _alter(damaged, lambda tensors: [tensors.pop(Q_PROJ + ".absmax"), tensors.pop(v_proj)])
-    with pytest.raises(ArtifactError) as caught:
-        read_base(damaged)
-    assert sorted(line.partition(":")[0] for line in caught.value.details) == [Q_PROJ, v_proj]
 
 
 def test_other_ways_of_storing_are_refused_by_name(damaged: Path, qwen: Artifact) -> None:
@@ -213,10 +201,7 @@ def test_other_ways_of_storing_are_refused_by_name(damaged: Path, qwen: Artifact
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     for fields, thing in (
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8 bits"),
-        ({"_load_in_8bit": True, "_load_in_4bit": False}, "8 bits"),
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"bits": 3}, "unknown"),
     ):
         path.write_text(json.dumps({**plain, "quantization_config": fields}))
@@ -231,12 +216,8 @@ def test_other_ways_of_storing_are_refused_by_name(damaged: Path, qwen: Artifact
         read_base(damaged)
 
 
-BF16 = torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [BF16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("quant_type", "double_quant"), [("nf4", True), ("fp4", False)])
-def test_equal_to_a_4bit_load_by_transformers(double_quant, quant_type, dtype, llama) -> None:
+def test_equal_to_a_4bit_load_by_transformers(double_quant, quant_type, llama) -> None:
     """Every Linear4bit of the loaded model, and only modules that the facts list."""
     from bitsandbytes import functional, nn
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -245,10 +226,10 @@ def test_equal_to_a_4bit_load_by_transformers(double_quant, quant_type, dtype, l
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_compute_dtype=torch.bfloat16,
     )
     model = AutoModelForCausalLM.from_pretrained(
-        llama.path, dtype=dtype, quantization_config=config
+        llama.path, dtype=torch.bfloat16, quantization_config=config
     )
     loaded = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear4bit)}
     stored = state_of(llama.path)
@@ -256,10 +237,9 @@ def test_equal_to_a_4bit_load_by_transformers(double_quant, quant_type, dtype, l
     for name, module in loaded.items():
         weight = module.weight
         theirs = functional.dequantize_4bit(weight.data, weight.quant_state)
-        ours = as_trained(
-            stored[f"{name}.weight"].to(dtype), {"type": quant_type, "double_quant": double_quant}
-        )
-        assert ours.dtype == theirs.dtype == dtype
+        how = {"type": quant_type, "double_quant": double_quant}
+        ours = as_trained(stored[f"{name}.weight"], how)
+        assert ours.dtype == theirs.dtype
         # fp4 has two zeros; kernels without AVX-512 keep the sign, which no merge can tell.
         assert torch.equal(ours, theirs), name
 

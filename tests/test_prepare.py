@@ -62,7 +62,6 @@ def test_weights_of_a_model_are_linked_and_side_files_copied(model: Path, tmp_pa
         name: (model if name in weights else tmp_path / "out").resolve() / name for name in names
     }
     assert report.kind == "base"
-    assert report.metrics["base/tensors"] > 0
     assert (report.metrics["base/tensors"], report.metrics["base/bytes"]) == (2.0, 40.0)
 
 

@@ -118,7 +118,7 @@ def _deepspeed(place: Place) -> Case:
         for name, tensor in state_of(place.base).items()
     }
     source = place.root / "zero"
-    write_zero(source, [trained], 3, 3, 2)
+    write_zero(source, trained, 3)
     shutil.copy(place.base / "config.json", source)
     wanted = {name: tensor.bfloat16() for name, tensor in trained.items()}
     return Case([f"source={source}", f"base={place.base}"], ["gather", "convert"], wanted)

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json, read_text
-from tasks.weights.files.reader import index_of, is_plain_name, read_header
 from tasks.weights.files.folder import entry_problem
+from tasks.weights.files.reader import index_of, is_plain_name, read_header
 from tasks.weights.files.tensors import Tensor, Tensors, size_of
 from tasks.weights.pickled.torch_file import nested_in, read_torch_file
 

@@ -23,6 +23,7 @@ from tests.audit.making import (
     make_shards,
     tensors,
     with_tokenizer,
+    write_json,
 )
 from tests.conftest import PROJECT
 from tests.weights.pickled.corpus import cases

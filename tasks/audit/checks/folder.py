@@ -20,8 +20,8 @@ from tasks.audit.source import (
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import MANIFEST, open_artifact, verify
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
-from tasks.weights.files.reader import index_of, is_hidden
 from tasks.weights.files.folder import PROCESSORS
+from tasks.weights.files.reader import index_of, is_hidden
 from tasks.weights.shards import PARTITIONS, Partitions, read_partitions
 from tasks.weights.zero import ZeroCheckpoint, find_step, read_zero
 

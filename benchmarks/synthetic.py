@@ -28,7 +28,8 @@ from benchmarks.shapes import (
     model_config,
     model_shapes,
 )
-from tasks.weights.execute.writer import Spec, plan_shards, shard_names
+from tasks.weights.plan import Op
+from tasks.weights.write import plan_shards, shard_names
 
 _POOL = 1 << 24
 SHARD = 5 * 10**9
@@ -40,7 +41,9 @@ def make_model(folder: Path, size: Size, *, seed: int = 0) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(model_config(size), indent=1))
     shapes = model_shapes(size)
-    shards = plan_shards([Spec(name, shape, "BF16") for name, shape in shapes.items()], SHARD)
+    shards = plan_shards(
+        [Op(name, shape, "BF16", "", "BF16") for name, shape in shapes.items()], SHARD
+    )
     draw = _drawing(seed, 0.02)
     tensors: dict[str, dict[str, object]] = {}
     for file, shard in zip(shard_names(len(shards)), shards, strict=True):

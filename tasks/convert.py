@@ -26,19 +26,18 @@ from tasks.evaluation.model_folder import (
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.evaluation.serving_config import ServingConfig, agreement, write_configs
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.outcome import Executed, values_read
-from tasks.weights.execute.worker import Perform, perform, write
-from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
 from tasks.weights.files.folder import copy_side_file
-from tasks.weights.files.reader import WEIGHTS, files_of, read_checkpoint
+from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.tensors import Sources, tensor_of
-from tasks.weights.head_plans import reward_config
-from tasks.weights.heads import Normalisation
+from tasks.weights.heads import Normalisation, reward_config
 from tasks.weights.model import Model, model_facts
+from tasks.weights.perform import Perform, perform
 from tasks.weights.plan import Plan, as_is, with_output
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
+from tasks.weights.write import parse_size, write
+from tasks.weights.written import Executed, values_read
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
@@ -89,9 +88,7 @@ def convert(
         template=not side.texts,
     )
     source = read_checkpoint(weights)
-    plan = with_output(
-        as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=files_of(source)
-    )
+    plan = with_output(as_is(source), source, dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit)
     return write_served(
         out,
         plan,

@@ -30,18 +30,19 @@ from tasks.evaluation.measuring import Measuring, stage_report
 from tasks.evaluation.model_folder import Trained, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.outcome import gathered
-from tasks.weights.execute.worker import Perform, perform, write
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import rename_all
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint
 from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.gather import plan_full
-from tasks.weights.head_plans import reward_base
+from tasks.weights.heads import reward_base
 from tasks.weights.lora import adapter_contract
 from tasks.weights.model import model_facts
+from tasks.weights.perform import Perform, perform
 from tasks.weights.plan import Plan, as_is
 from tasks.weights.shards import read_partitions
+from tasks.weights.write import write
+from tasks.weights.written import gathered
 from tasks.witness.plumbline_witness.prints import BASE as WITHOUT_ADAPTER
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 

@@ -11,8 +11,7 @@ A base that is stored in 4 bits is always dequantised.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +21,32 @@ from tasks.evaluation.measuring import Explain, Measuring, stage_report
 from tasks.evaluation.model_folder import CONFIG, Trained, write_json
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.outcome import (
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.tensors import Sources
+from tasks.weights.lora import read_adapter
+from tasks.weights.merge import Reward, plan_adapters
+from tasks.weights.perform import Perform, perform
+from tasks.weights.plan import Plan
+from tasks.weights.proof import recompute, recomputed_check
+from tasks.weights.quantized.config_fields import is_decodable, is_packed, stored
+from tasks.weights.quantized.nf4 import check_quantization
+from tasks.weights.rounding import Rounding
+from tasks.weights.tokens.tokenizer import read_tokenizer
+from tasks.weights.write import parse_size, write
+from tasks.weights.written import (
     kept_checks,
     merge_metrics,
     rounding_notes,
     unchanged,
     values_read,
 )
-from tasks.weights.execute.worker import Perform, perform, write
-from tasks.weights.execute.writer import parse_size
-from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtypes import DTYPE_NAMES, check_dtype
-from tasks.weights.files.reader import WEIGHTS, files_of, read_checkpoint
-from tasks.weights.files.tensors import Sources, Tensors
-from tasks.weights.head_plans import Parted, merged_reward
-from tasks.weights.heads import Normalisation
-from tasks.weights.lora import Adapter, changes, read_adapter, require_values
-from tasks.weights.merge import MergeSettings, merged_config, plan_merge
-from tasks.weights.model import model_facts
-from tasks.weights.plan import Plan, with_output
-from tasks.weights.quantized.config_fields import is_decodable, is_packed, stored
-from tasks.weights.quantized.nf4 import check_quantization
-from tasks.weights.quantized.source import decoding, open_model
-from tasks.weights.recompute import recompute, recomputed_check
-from tasks.weights.rounding import Rounding
-from tasks.weights.tokens.tokenizer import read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
-BASE, ADAPTER = "base", "adapter"
-"""Names of the inputs in plans."""
+ADAPTER = "adapter"
+"""Name of the adapter in plans."""
 SHARD_BYTES = 5 * 10**9
 MODES = ("auto", "dequantized", "original")
 
@@ -139,82 +134,8 @@ def merge(
     )
 
 
-@dataclass(frozen=True)
-class Reward:
-    """Facts of a reward model that its adapter does not have."""
-
-    endings: Sequence[int] = ()  # ids that end its texts
-    # mean and standard deviation of its scores; None for those beside the adapter or the base
-    normalisation: Normalisation | None = None
-
-
 def _reward_of(source: Trained) -> Reward:
     return Reward(read_tokenizer(source.root / "tokenizer").stops, source.normalisation)
-
-
-def plan_adapters(
-    adapters: Sequence[tuple[Adapter, float]],
-    base: Path,
-    config: Mapping[str, Any],
-    *,
-    model_dtype: str,
-    dtype: str | None,
-    max_shard_bytes: int,
-    quantization: Mapping[str, Any] | None = None,
-    rounding: Rounding = "unbiased",
-    reward: Reward | None = None,
-    perform: Perform = perform,
-) -> Parted:
-    """Plan the merge of weighted adapters into the base, in the dtype and files of the output.
-
-    Reads headers of the base, and headers and values of the adapters.
-
-    Args:
-        config: config.json of the base, decoded.
-        model_dtype: torch name of the dtype in which the model's class is built.
-        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
-        quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
-        reward: of a reward model, which has a single adapter; None for a language model.
-
-    Raises:
-        ContractError: the adapters do not fit the base; the error has all findings.
-    """
-    opened, facts = open_model(base), perform(model_facts, base, model_dtype)
-    quantized = frozenset() if quantization is None else frozenset(facts.quantized)
-    settings = MergeSettings(dtype, quantization, quantized, base=BASE, rounding=rounding)
-    read = [adapter for adapter, _ in adapters]
-    if reward is not None:
-        planned = merged_reward(
-            read[0],
-            opened,
-            config,
-            settings,
-            dtype=model_dtype,
-            endings=reward.endings,
-            normalisation=reward.normalisation,
-            perform=perform,
-        )
-        require_values(read)
-    else:
-        total = changes(adapters, facts)
-        headers = {f"{a.name}:{key}": info for a in read for key, info in a.tensors.items()}
-        plan = plan_merge(opened, facts, total, headers, settings)
-        require_values(read, total.copies)
-        sources = {BASE: opened, **{adapter.name: adapter.tensors for adapter in read}}
-        planned = Parted(plan, sources, merged_config(config, plan), facts)
-    return replace(planned, plan=in_files(planned.plan, opened, max_shard_bytes))
-
-
-def in_files(plan: Plan, source: Tensors, max_shard_bytes: int, dtype: str | None = None) -> Plan:
-    """Return the plan with the files of its input, if they fit, and packed matrices decoded.
-
-    Args:
-        source: input of most operations.
-        dtype: safetensors name for all floats; None keeps those of the plan.
-    """
-    plan = decoding(plan, {BASE: source, WEIGHTS: source})
-    files = files_of(source)
-    return with_output(plan, dtype=dtype, max_shard_bytes=max_shard_bytes, files=files)
 
 
 def write_merged(

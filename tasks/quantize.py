@@ -32,9 +32,6 @@ from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
 from tasks.serving.llama_cpp import find_programs
-from tasks.weights.execute.outcome import values_read
-from tasks.weights.execute.worker import write
-from tasks.weights.execute.writer import parse_size
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.tensors import size_of
@@ -47,6 +44,8 @@ from tasks.weights.quantized.quantize import (
     quantized_contract,
     quantized_plan,
 )
+from tasks.weights.write import parse_size, write
+from tasks.weights.written import values_read
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 Log = logging.Logger | logging.LoggerAdapter[Any]

@@ -15,24 +15,21 @@ from typing import Any
 
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
-from tasks.weights.execute.worker import Perform, write
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import copy_side_file, model_files
-from tasks.weights.files.reader import files_of
 from tasks.weights.lora import Changes
-from tasks.weights.merge import MergeSettings, plan_merge
+from tasks.weights.merge import BASE, MergeSettings, plan_merge
 from tasks.weights.model import model_facts
+from tasks.weights.perform import Perform
 from tasks.weights.plan import with_output
 from tasks.weights.quantized.config_fields import without_quantization
 from tasks.weights.quantized.nf4 import check_quantization
-from tasks.weights.quantized.source import decoding, read_base
+from tasks.weights.quantized.source import read_base
+from tasks.weights.write import write
 
 CONFIG = "config.json"
-_BASE = "base"
 _SHARD_BYTES = 5 * 10**9
-_NOTHING = Changes({}, {}, {}, (), (), {}, ())
-"""An adapter without changes; merging it gives the dequantised base."""
 
 
 def rollout_base(
@@ -73,11 +70,8 @@ def write_rollout_base(
     settings = MergeSettings() if packed else MergeSettings(
         quantization=dequantize, quantized=frozenset(facts.quantized)
     )  # fmt: skip
-    plan = plan_merge(weights, facts, _NOTHING, {}, settings)
-    plan = decoding(plan, {_BASE: weights})
-    plan = with_output(
-        plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=files_of(weights)
-    )
-    perform(write, plan, {_BASE: weights}, work)
+    plan = plan_merge(weights, facts, Changes(), settings)
+    plan = with_output(plan, weights, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES)
+    perform(write, plan, {BASE: weights}, work)
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}
     (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

@@ -29,7 +29,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
 
 def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     """Return the plan of a merge as the stage makes it, and the inputs by name."""
-    from tasks.weights.files.reader import files_of, read_checkpoint
+    from tasks.weights.files.reader import read_checkpoint
     from tasks.weights.lora import changes, read_adapter
     from tasks.weights.merge import plan_merge
     from tasks.weights.model import model_facts
@@ -38,25 +38,19 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     lora = read_adapter(adapter)
     facts = model_facts(base)
     changed = changes([(lora, 1.0)], facts)
-    tensors = {f"adapter:{key}": info for key, info in lora.tensors.items()}
     weights = read_checkpoint(base)
-    made = plan_merge(weights, facts, changed, tensors)
-    files = files_of(weights)
-    made = with_output(made, dtype=None, max_shard_bytes=SHARD, files=files)
+    made = plan_merge(weights, facts, changed)
+    made = with_output(made, weights, dtype=None, max_shard_bytes=SHARD)
     return made, {"base": weights, "adapter": lora.tensors}
 
 
 def convert(weights: Path, out: Path) -> None:
     """Convert a model that already has the wanted dtype and files, our way."""
-    from tasks.weights.files.reader import files_of, read_checkpoint
-    from tasks.weights.plan import Op, Plan, with_output
+    from tasks.weights.files.reader import read_checkpoint
+    from tasks.weights.plan import as_is, with_output
 
     source = read_checkpoint(weights)
-    ops = tuple(
-        Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
-        for name, info in source.items()
-    )
-    plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=SHARD, files=files_of(source))
+    plan = with_output(as_is(source), source, dtype="BF16", max_shard_bytes=SHARD)
     _make("served", plan, {"model": source}, out)
 
 
@@ -78,8 +72,8 @@ def gather(shards: Path, out: Path) -> None:
 
 def plan(base: Path, adapter: Path) -> None:
     """Plan and validate a merge, and lay out its files, without writing any."""
-    from tasks.weights.execute.writer import lay_out
     from tasks.weights.validate import validate
+    from tasks.weights.write import lay_out
 
     made, sources = _planned(base, adapter)
     validate(made, sources)
@@ -100,12 +94,10 @@ def peft_merge(base: Path, adapter: Path, out: Path) -> None:
 
 def _make(kind: str, plan: Any, sources: Mapping[str, Any], out: Path, **settings: Any) -> None:
     from tasks.pipeline.artifact import Origin, publish, staging
-    from tasks.weights.execute.execute import execute
-    from tasks.weights.validate import validate
+    from tasks.weights.write import write
 
     with staging(out) as work:
-        validate(plan, sources)
-        done = execute(plan, sources, work, **settings)
+        done = write(plan, sources, work, **settings)
         publish(work, out, Origin(kind, "bench", out.name), done.hashes)
     _say({"written": done.written, "linked": len(done.linked)})
 

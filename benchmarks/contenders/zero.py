@@ -65,13 +65,14 @@ def convert(folder: Path, out: Path) -> None:
     """Convert the checkpoint our way: plan, validate and execute, as `deliver` does."""
     from tasks.delivery.plan import Request, Target, prepare
     from tasks.delivery.source import recognise
-    from tasks.weights.execute.execute import execute
-    from tasks.weights.execute.worker import perform
+    from tasks.weights.perform import perform
 
     target = Target("bfloat16", 5 * 10**9)
     work = prepare(Request(recognise(folder), None, target, None, None, perform))
     out.mkdir(parents=True)
-    execute(work.model, work.opened, out)
+    from tasks.weights.write import write
+
+    write(work.model, work.opened, out)
 
 
 if __name__ == "__main__":

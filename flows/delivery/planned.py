@@ -47,11 +47,11 @@ from tasks.drift.witness import Witness, find_witness
 from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult
 from tasks.serving.vllm.job import HEADROOM
-from tasks.weights.execute.worker import perform
-from tasks.weights.execute.writer import parse_size, require_space
 from tasks.weights.files.dtypes import check_dtype
 from tasks.weights.files.folder import require_own_files
+from tasks.weights.perform import perform
 from tasks.weights.quantized.quantize import GGUF
+from tasks.weights.write import parse_size, require_space
 
 _NOT_COMPARED = (
     "the base was not compared: with base=<folder> a model that equals its base is refused"

@@ -28,8 +28,8 @@ from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Stage
 from tasks.quantize import quantize
 from tasks.smoke_eval import smoke_eval
-from tasks.weights.execute.writer import parse_size
 from tasks.weights.quantized.quantize import GGUF
+from tasks.weights.write import parse_size
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")

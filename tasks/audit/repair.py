@@ -17,10 +17,9 @@ from tasks.audit.tensor_names import cannot_rename, new_names
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.private import open_up
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin, publish, staging
-from tasks.weights.execute.execute import execute
 from tasks.weights.files.folder import copy_side_file
 from tasks.weights.plan import Plan, as_is
-from tasks.weights.validate import validate
+from tasks.weights.write import write
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _NOT_COPIED = (*_PICKLES, ".safetensors", ".index.json")
@@ -88,8 +87,7 @@ def _write(source: Source, out: Path, done: list[str]) -> Repaired:
     plan = Plan(as_is(tensors, _INPUT).ops, max_shard_bytes=_MAX_SHARD_BYTES)
     out.parent.mkdir(parents=True, exist_ok=True)
     with staging(out) as work:
-        validate(plan, {_INPUT: tensors}, out=work)
-        execute(plan, {_INPUT: tensors}, work, stem=stem)
+        write(plan, {_INPUT: tensors}, work, stem)
         for name in folder.files:
             if _is_copied(name):
                 (work / name).parent.mkdir(parents=True, exist_ok=True)

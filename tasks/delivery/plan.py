@@ -17,21 +17,21 @@ from tasks.core.contract import judge
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.delivery.base import base_missing
 from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Given, Weighted, read_weighted, weights_of
-from tasks.merge import ADAPTER, BASE, Reward, in_files, plan_adapters
+from tasks.merge import ADAPTER
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
-from tasks.weights.execute.worker import Perform
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, is_float
 from tasks.weights.files.names import parse_peft, rename_all, unwrap
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.gather import plan_full
-from tasks.weights.head_plans import endings, separate
-from tasks.weights.heads import HEAD, Detected, detect, read_folder
+from tasks.weights.heads import HEAD, Detected, detect, endings, read_folder, separate
 from tasks.weights.lora import Adapter, read_adapter
 from tasks.weights.lora_config import parse_config
+from tasks.weights.merge import BASE, Reward, plan_adapters
 from tasks.weights.model import Model, model_facts
-from tasks.weights.plan import Dropped, Op, Plan, as_is
+from tasks.weights.perform import Perform
+from tasks.weights.plan import Plan, as_is, plain_op, with_output
 from tasks.weights.quantized.config_fields import (
     is_decodable,
     refusal,
@@ -126,8 +126,8 @@ def describe_plan(plan: Plan) -> Iterator[str]:
     for kind, sizes in counts.items():
         yield f"{kind} {len(sizes)} tensors, {megabytes(sum(sizes))}"
     reasons: dict[str, list[str]] = {}
-    for entry in plan.dropped:
-        reasons.setdefault(entry.reason, []).append(entry.source)
+    for source, reason in plan.dropped.items():
+        reasons.setdefault(reason, []).append(source)
     for reason, names in reasons.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"drop {names[0]}{more}: {reason}"
@@ -164,14 +164,10 @@ def gathered_adapter(
             "parameters and does not tell which biases were trained",
             hint="save the adapter with model.save_pretrained and deliver that",
         )
-    ops = tuple(
-        Op(key, tuple(info.shape), info.dtype, f"{TRAINED}:{keys[key]}", info.dtype)
-        for key, info in view.items()
-    )
+    ops = [plain_op(k, f"{TRAINED}:{keys[k]}", info) for k, info in view.items()]
     known = set(names)
-    left = [name for name in trained.tensors if name not in known]
-    dropped = tuple(Dropped(f"{TRAINED}:{name}", "frozen: belongs to the base") for name in left)
-    plan = Plan(ops, dropped)
+    left = [f"{TRAINED}:{name}" for name in trained.tensors if name not in known]
+    plan = Plan(tuple(ops), dict.fromkeys(left, "frozen: belongs to the base"))
     validate(plan, {TRAINED: trained.tensors})
     return plan, Adapter(request.given.root, ADAPTER, config, view, tuple(findings)), path
 
@@ -211,9 +207,9 @@ def gathered_model(request: Request, trained: Trained) -> Work:
         for name in tensors.keys() | foreign
         if name not in used and (name in foreign or name in facts.ties)
     }
-    dropped = [entry for entry in plan.dropped if entry.source.partition(":")[0] in sources]
-    dropped += [Dropped(f"{TRAINED}:{name}", why) for name, why in sorted(reasons.items())]
-    plan = replace(plan, dropped=tuple(dropped))
+    dropped = {k: why for k, why in plan.dropped.items() if k.partition(":")[0] in sources}
+    dropped |= {f"{TRAINED}:{name}": why for name, why in sorted(reasons.items())}
+    plan = replace(plan, dropped=dropped)
     validate(plan, sources)
     return Work(plan, facts, sources, read_json(folder / CONFIG), gather=plan)
 
@@ -266,7 +262,8 @@ def _model(request: Request) -> Work:
             details=findings[:_SHOWN],
         )
     dtype = DTYPE_NAMES[target.dtype]
-    plan = in_files(plan, sources[MODEL], target.max_shard_bytes, dtype)
+    limit = target.max_shard_bytes
+    plan = with_output(plan, sources[MODEL], dtype=dtype, max_shard_bytes=limit)
     validate(plan, sources)
     return Work(plan, facts, sources, config, head=detected if is_policy else None)
 

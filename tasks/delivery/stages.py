@@ -22,16 +22,15 @@ from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import GENERATION_CONFIG, write_json
 from tasks.evaluation.serving_config import ServingConfig, served_config
 from tasks.gather import write_gathered
-from tasks.merge import ADAPTER, in_files, write_merged
+from tasks.merge import ADAPTER, write_merged
 from tasks.pipeline.report import StageReport
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import PROCESSORS, copy_side_file, side_files
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.head_plans import write_value_head
-from tasks.weights.heads import read_folder
+from tasks.weights.heads import read_folder, write_value_head
 from tasks.weights.lora import read_adapter
-from tasks.weights.plan import Plan, as_is
+from tasks.weights.plan import Plan, as_is, with_output
 from tasks.weights.quantized.source import open_model
 from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.tokens.vocabulary import vocabulary_of
@@ -134,9 +133,8 @@ def gather(
 ) -> StageReport:
     """Gather the partitions of all ranks into an adapter folder or a full model."""
     assert work.gather is not None
-    names = {op.input for op in work.gather.ops} | {
-        entry.source.partition(":")[0] for entry in work.gather.dropped
-    }
+    names = {op.input for op in work.gather.ops}
+    names |= {source.partition(":")[0] for source in work.gather.dropped}
     is_adapter = work.merge is not None
     if not is_adapter:
         write_weights_files(out, work, base or trained)
@@ -209,7 +207,8 @@ def convert(
     if not work.converts:
         source = open_model(weights)
         sources = {WEIGHTS: source}
-        plan = in_files(as_is(source), source, max_shard_bytes, DTYPE_NAMES[dtype])
+        limit = max_shard_bytes
+        plan = with_output(as_is(source), source, dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit)
     return write_served(
         out,
         plan,

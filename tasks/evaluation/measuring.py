@@ -24,8 +24,8 @@ from tasks.drift.verdict import (
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.outcome import Executed
 from tasks.weights.plan import Plan
+from tasks.weights.written import Executed
 from tasks.witness.plumbline_witness.prints import BASE
 
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]

@@ -16,15 +16,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.files.dtypes import (
-    ITEM_BITS,
-    NUMPY,
-    rounded,
-    widened,
-)
+from tasks.weights.files.dtypes import ITEM_BITS, NUMPY, rounded, widened
 from tasks.weights.files.tensors import Reader, Sources, Tensors, part, tensor_of
 from tasks.weights.plan import (
-    Add,
     Dora,
     LowRank,
     Op,
@@ -39,9 +33,6 @@ from tasks.weights.plan import (
 from tasks.weights.rounding import GRIDS, TWO_STEPS, row_keys
 
 Array: TypeAlias = NDArray[Any]
-
-BASE = "base"
-"""Name of the base among the inputs of a plan."""
 
 _PIECES, _PIECE_ROWS = 8, 8
 """Sampled rows of a tensor: number of evenly spaced pieces, and rows per piece."""
@@ -133,10 +124,10 @@ class Block:
     first: int
     base: Array
     change: Array
-    # norms of the rows and of the columns of the change's factors; their product bounds it
+    # Norms of the rows and of the columns of the change's factors; their product bounds it
     norms: tuple[tuple[Array, Array], ...] = ()
     roundings: int = 0  # most roundings of one element of a product in an fp32 merge
-    # factor of DoRA by row, (rows, 1), or by column, (1, columns); None without DoRA
+    # Factor of DoRA by row, (rows, 1), or by column, (1, columns); None without DoRA
     stretch: Array | None = None
 
     @property
@@ -154,18 +145,16 @@ def blocks(
     dtype: type[np.floating[Any]] = np.float32,
     *,
     sampled: bool = False,
-    whole: bool = False,
     read: Callable[[int, int], Array] | None = None,
 ) -> Iterator[Block]:
     """Yield the base and the exact change of an output tensor, computed in `dtype`.
 
     Args:
         sampled: only some rows, evenly spaced.
-        whole: all rows in one block.
         read: returns rows of another base than the stored one.
     """
     rows, columns = matrix_shape(op.shape)
-    if whole or any(map(needs_all_rows, op.terms)):
+    if any(map(needs_all_rows, op.terms)):
         cuts = [(0, rows)]
     else:
         cuts = _sampled(op, rows) if sampled else list(row_blocks(rows, columns))
@@ -198,7 +187,7 @@ class _Operands:
     def __call__(self, name: str) -> Array:
         if name not in self._read:
             info = tensor_of(name, self.sources)
-            with Reader(tensor_of(name, self.sources).extents) as reader:
+            with Reader(info.extents) as reader:
                 values = widened(reader.read(), info.dtype).reshape(tuple(info.shape))
             self._read[name] = values.astype(self.dtype, copy=False)
         return self._read[name]
@@ -207,51 +196,27 @@ class _Operands:
 def _with(term: Term, block: Block, adapter: _Operands) -> Block:
     """Add a term to the change of some rows."""
     first, base, change = block.first, block.base, block.change
-    match term:
-        case LowRank():
-            product, norms = _product(term, first, len(base), adapter)
-            rank = adapter(term.a).shape[0]
-            return replace(
-                block,
-                change=change + product,
-                norms=(*block.norms, norms),
-                roundings=max(block.roundings, rank + 2),
-            )
-        case Dora():
-            pair = LowRank(term.a, term.b, term.scale, term.transpose, out_start=term.out_start)
-            product, (left, right) = _product(pair, first, len(base), adapter)
-            total = base + change + product
-            magnitude = adapter(term.magnitude).reshape(-1)
-            if not term.transpose:
-                magnitude = magnitude[first + term.out_start :][: len(base)]
-            axis = 0 if term.transpose else 1
-            norm = np.sqrt(np.square(total, dtype=np.float64).sum(axis=axis))
-            factor = (magnitude / norm).astype(adapter.dtype)
-            size = np.abs(factor)
-            return Block(
-                first,
-                base,
-                total * np.expand_dims(factor, axis) - base,
-                ((left, right * size) if term.transpose else (left * size, right),),
-                adapter(term.a).shape[0] + 2,
-                np.expand_dims(factor, axis),
-            )
-        case Rows():
-            picked = np.array(term.indices, np.int64) - first
-            inside = (picked >= 0) & (picked < len(base))
-            values = adapter(term.values)[inside].reshape(-1, base.shape[1])
-            change[picked[inside]] = values - base[picked[inside]]
-            return block
-        case Add():
-            value = adapter(term.value).reshape(-1, base.shape[1])[first : first + len(base)]
-            value = value * adapter.dtype(term.scale)
-            norms = np.abs(value).max(axis=1), np.ones(base.shape[1], adapter.dtype)
-            return replace(
-                block,
-                change=change + value,
-                norms=(*block.norms, norms),
-                roundings=max(block.roundings, 2),
-            )
+    if isinstance(term, Rows):
+        picked = np.array(term.indices, np.int64) - first
+        inside = (picked >= 0) & (picked < len(base))
+        values = adapter(term.values)[inside].reshape(-1, base.shape[1])
+        change[picked[inside]] = values - base[picked[inside]]
+        return block
+    pair = term.pair if isinstance(term, Dora) else term
+    product, (left, right) = _product(pair, first, len(base), adapter)
+    change, roundings = change + product, max(block.roundings, adapter(term.a).shape[0] + 2)
+    if isinstance(term, LowRank):
+        norms = (*block.norms, (left, right))
+        return replace(block, change=change, norms=norms, roundings=roundings)
+    total, magnitude = base + change, adapter(term.magnitude).reshape(-1)
+    if not term.transpose:
+        magnitude = magnitude[first + term.out_start :][: len(base)]
+    axis = 0 if term.transpose else 1
+    norm = np.sqrt(np.square(total, dtype=np.float64).sum(axis=axis))
+    factor = (magnitude / norm).astype(adapter.dtype)
+    size, stretch = np.abs(factor), np.expand_dims(factor, axis)
+    bound = (left, right * size) if term.transpose else (left * size, right)
+    return Block(first, base, total * stretch - base, (bound,), roundings, stretch)
 
 
 def _product(

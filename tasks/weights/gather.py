@@ -11,10 +11,8 @@ from dataclasses import replace
 
 from tasks.core.contract import TensorLike
 from tasks.core.errors import ContractError, first_and_more
-from tasks.weights.files.dtypes import is_float
-from tasks.weights.mapping import Slot
 from tasks.weights.model import Model
-from tasks.weights.plan import Dropped, Op, Plan
+from tasks.weights.plan import Op, Plan, cast_floats, plain_op
 
 _SHOWN = 100
 
@@ -43,57 +41,39 @@ def plan_full(
         ContractError: lists every finding: names that the model does not have, tensors that are
             missing, shapes that differ. What no text passes (`Model.towers`) may be missing.
     """
-    findings = list(model.findings)
     towers, base = set(model.towers), base or {}
     known = {*model.parameters, *(slot.live for slot in model.slots)}
-    findings += [f"{name}: the model has no such tensor" for name in trained if name not in known]
+    findings = [
+        *model.findings,
+        *(f"{name}: the model has no such tensor" for name in trained if name not in known),
+    ]
     ops: list[Op] = []
     for slot in model.slots:
-        op = _trained_op(slot, trained, model, findings)
-        if op is None and slot.key in base:
+        name = slot.live if slot.live in trained else model.ties.get(slot.live, slot.live)
+        tensor, key = trained.get(name), slot.key
+        if tensor is not None:
+            if tuple(tensor.shape) != slot.live_shape:
+                wanted = list(slot.live_shape)
+                findings.append(f"{name}: is {list(tensor.shape)}, the model has {wanted}")
+            if not slot.whole:
+                findings.append(f"{key}: fuses {slot.live} with other tensors; cannot be written")
+            op = plain_op(key, f"trained:{name}", tensor)
+            op = replace(op, shape=slot.shape, start=slot.start, transpose=slot.transpose)
+            ops.append(op)
+        elif key in base:
             if slot.live in model.parameters and not frozen and slot.live not in towers:
                 findings.append(f"{slot.live}: a parameter, but it was not trained")
-            op = _copy(slot.key, base[slot.key])
-        if op is None:
-            findings.append(f"{slot.live}: missing, {list(slot.live_shape)}")
+            ops.append(plain_op(key, f"base:{key}", base[key]))
         else:
-            ops.append(op)
-    ops += [_copy(key, base[key]) for key in model.unread if key in base]
+            findings.append(f"{slot.live}: missing, {list(slot.live_shape)}")
+    ops += [plain_op(key, f"base:{key}", base[key]) for key in model.unread if key in base]
     if findings:
         raise ContractError(
             f"gather: trained tensors do not make a checkpoint: {first_and_more(findings)}",
             details=findings[:_SHOWN],
         )
-    if dtype is not None:
-        ops = [replace(op, dtype=dtype) if is_float(op.dtype) else op for op in ops]
     copied = {op.key for op in ops if op.input == "base"}
     unused = sorted(set(base) - copied) if copied else []
-    dropped = tuple(Dropped(f"base:{key}", "trained") for key in unused)
-    return Plan(tuple(ops), dropped, max_shard_bytes)
-
-
-def _trained_op(
-    slot: Slot, trained: Mapping[str, TensorLike], model: Model, findings: list[str]
-) -> Op | None:
-    """Return the operation that writes a key from a trained tensor; None if it is not trained."""
-    name = slot.live if slot.live in trained else model.ties.get(slot.live, slot.live)
-    tensor = trained.get(name)
-    if tensor is None:
-        return None
-    if tuple(tensor.shape) != slot.live_shape:
-        findings.append(f"{name}: is {list(tensor.shape)}, the model has {list(slot.live_shape)}")
-    if not slot.whole:
-        findings.append(f"{slot.key}: fuses {slot.live} with other tensors; cannot be written")
-    return Op(
-        name=slot.key,
-        shape=slot.shape,
-        dtype=tensor.dtype,
-        source=f"trained:{name}",
-        source_dtype=tensor.dtype,
-        start=slot.start,
-        transpose=slot.transpose,
-    )
-
-
-def _copy(key: str, info: TensorLike) -> Op:
-    return Op(key, tuple(info.shape), info.dtype, f"base:{key}", info.dtype)
+    dropped = {f"base:{key}": "trained" for key in unused}
+    plan = Plan(tuple(ops), dropped, max_shard_bytes)
+    return plan if dtype is None else cast_floats(plan, dtype)

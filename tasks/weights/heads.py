@@ -1,8 +1,10 @@
-"""Find the value head or reward head of a folder, who wrote it, and its problems, from headers.
+"""Value heads and reward heads: find one in a folder, and plan the model to serve.
 
     detected = detect(read_folder(folder))
-    detected.head.weight          "model:v_head.summary.weight"
-    detected.findings             reasons why the head is missing or cannot be used
+    detected.head.weight                            "model:v_head.summary.weight"
+    detected.findings                               why the head is missing or cannot be used
+    planned = separate(detected, dtype="bfloat16")  the model to serve, from a full model
+    write_value_head(detected, elsewhere)           the head of a policy
 
 A head is one linear layer from the last hidden state to one number:
 
@@ -13,19 +15,30 @@ A head is one linear layer from the last hidden state to one number:
     transformers    score.weight of a *ForSequenceClassification          reward
     peft            the same in an adapter, by `modules_to_save`          reward
 
-OpenRLHF stores mean and standard deviation of rewards, in config.json or as buffers:
+A policy loses its value head: vLLM loads every weight file of a folder and fails on
+`v_head.summary.weight`, but training needs the head to continue.
 
-    normalised reward = (score - mean) / std
+A reward model becomes `*ForSequenceClassification` with one label. A score is the head's output at
+the last token, as before. config.json stores the settings that have no tensor:
 
-`head_plans.py` plans the model to serve from what is detected here.
+    mean, std           normalised reward = (score - mean) / std; without them, the score itself.
+                        `score` has no bias, so a head's bias b goes into the mean: mean - b
+    value_head_prefix   "score", so that OpenRLHF can read the same folder
+    problem_type        "regression", so that vLLM returns the score and not its sigmoid
+
+OpenRLHF stores mean and standard deviation in config.json or as buffers. Its loader leaves the
+buffers uninitialised under transformers 5, so both numbers are only in config.json; vLLM takes them
+as `PoolerConfig(logit_mean=mean, logit_sigma=std)`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,10 +50,17 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import NUMPY, is_float, widened
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.reader import read_checkpoint, read_header
-from tasks.weights.files.tensors import Reader, Sources, Tensors
+from tasks.weights.files.tensors import Reader, Sources, Tensor, Tensors
 from tasks.weights.lora import read_adapter
+from tasks.weights.mapping import Shapes
+from tasks.weights.model import Model, model_facts
+from tasks.weights.model_class import read_config
+from tasks.weights.perform import Perform, perform
 from tasks.weights.pickled.torch_file import MODEL as PICKLED
 from tasks.weights.pickled.torch_file import is_pickled_model, read_model, read_state
+from tasks.weights.plan import Plan, Planned, as_is
+from tasks.weights.tokens.tokenizer import read_tokenizer
+from tasks.weights.write import write
 
 Role = Literal["value", "reward", "either"]
 Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]
@@ -60,6 +80,10 @@ OPENRLHF = ("RewardModel", "CriticModel")
 BUFFERS = ("mean", "std")
 MANY_LABELS = "labels, but a reward is one number"
 """Part of the finding about a head of several labels; the audit reports those by itself."""
+STEM = "value_head"
+KEYS = ("v_head.summary.weight", "v_head.summary.bias")
+"""Keys of weight and bias in `value_head.safetensors`."""
+NO_LM_HEAD = "the language model's head: a reward model has none"
 
 _V_HEAD = re.compile(r"(pretrained_model\.)?v_head\.summary\.(weight|bias)")
 _SAVED_WHOLE = ("", "modules_to_save.", "modules_to_save.default.")
@@ -70,7 +94,6 @@ _LAYERED = re.compile(
 )
 """Keys of heads with several layers, as in BERT-like encoders, T5, BART and XLNet."""
 _LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"
-_SHOWN, _LISTED = 40, 50
 _MAX_F32 = float(np.finfo(np.float32).max)
 
 
@@ -119,9 +142,8 @@ def read_folder(root: Path) -> HeadFolder:
         sources[MODEL] = read_checkpoint(root, beside=beside)
     if beside:
         path = root / beside[0]
-        sources[HEAD] = (
-            read_header(path).tensors if path.suffix == ".safetensors" else read_state(path)
-        )
+        plain = path.suffix == ".safetensors"
+        sources[HEAD] = read_header(path).tensors if plain else read_state(path)
     return HeadFolder(root, config, adapter_config, sources, beside)
 
 
@@ -130,7 +152,7 @@ class Head:
     """A linear layer from the last hidden state to one number.
 
     `weight` and `bias` are "<input>:<key>", `bias` may be "". The weight's `shape` is (labels,
-    hidden), its `dtype` a safetensors name.
+    hidden).
     """
 
     dialect: Dialect
@@ -162,16 +184,6 @@ class Normalisation:
         """Return True if rewards are normalised."""
         return self.mean is not None and self.std is not None
 
-    def with_bias(self, bias: float) -> Normalisation:
-        """Return the normalisation for the same head without its bias.
-
-        The bias moves into the mean: `(w h + bias - mean) / std = (w h - (mean - bias)) / std`.
-        Rewards are bit-identical if the mean is 0.
-        """
-        if bias == 0.0:
-            return self
-        return Normalisation((self.mean or 0.0) - bias, self.std or 1.0, self.buffers)
-
 
 @dataclass(frozen=True)
 class Detected:
@@ -198,7 +210,7 @@ class Detected:
         root, findings = self.folder.root, self.findings
         if findings:
             text = f"{root}: the head cannot be used: {first_and_more(findings)}"
-            raise ContractError(text, details=findings[:_LISTED])
+            raise ContractError(text, details=findings)
         if self.head is None:
             raise ContractError(f"{root}: no head of any kind: a language model")
         return self.head
@@ -206,9 +218,9 @@ class Detected:
 
 def detect(folder: HeadFolder) -> Detected:
     """Find the head of a folder. Raises ArtifactError if a file cannot be read."""
-    findings, beside = list[str](), folder.beside
-    if len(beside) > 1:
-        findings.append(f"{' and '.join(beside)}: two files with a head: keep one of them")
+    findings = list[str]()
+    if len(folder.beside) > 1:
+        findings.append(f"{' and '.join(folder.beside)}: two files with a head: keep one of them")
     heads = [*_v_heads(folder, findings), *_linear_heads(folder)]
     for head in heads:
         findings += _head_findings(head, folder)
@@ -298,7 +310,7 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
             f"{name}: {labels} {MANY_LABELS}; transformers makes a new "
             "head of two labels if it is loaded without num_labels=1"
         )
-    hidden = hidden_size(folder.config)
+    hidden = _hidden_size(folder.config)
     if hidden is not None and columns != hidden:
         yield f"{name}: {columns} columns, config.json says hidden_size {hidden}"
     if head.bias:
@@ -314,7 +326,7 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def hidden_size(config: Mapping[str, Any]) -> int | None:
+def _hidden_size(config: Mapping[str, Any]) -> int | None:
     """Return the size of the last hidden state from config.json; None if it is not stated."""
     text = config.get("text_config")
     fields = text if isinstance(text, Mapping) else config
@@ -382,6 +394,9 @@ def _scores(class_name: str) -> bool:
     return class_name in OPENRLHF or class_name.endswith("ForSequenceClassification")
 
 
+# Normalisation.
+
+
 def normalisation_from(config: Mapping[str, Any], where: str) -> Normalisation:
     """Return the normalisation in config.json; `where` begins the ArtifactError if it is wrong."""
     values, findings = _configured(config)
@@ -397,7 +412,7 @@ def _read_normalisation(folder: HeadFolder) -> tuple[Normalisation, list[str]]:
     buffers = [key for key in BUFFERS if key in folder.main]
     for key in buffers:
         try:
-            value = read_scalar(folder.main, key)
+            value = _read_scalar(folder.main, key)
         except ArtifactError as error:
             findings.append(error.message)
             continue
@@ -421,7 +436,7 @@ def _configured(config: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]
         if type(value) in (int, float) and abs(value) <= _MAX_F32:
             values[key] = float(value)
         else:
-            findings.append(f"config.json: {key}={str(value)[:_SHOWN]} is not a number in fp32")
+            findings.append(f"config.json: {key}={str(value)[:40]} is not a number in fp32")
     return values, findings
 
 
@@ -432,11 +447,177 @@ def _pair_findings(values: Mapping[str, float]) -> Iterator[str]:
         yield f"std is {values['std']}: rewards cannot be divided by it"
 
 
-def read_scalar(source: Tensors, key: str) -> float:
+def _read_scalar(source: Tensors, key: str) -> float:
     """Read a float tensor of one element. Raises ArtifactError for any other tensor."""
     info = source[key]
     if math.prod(info.shape) != 1 or info.dtype not in (*NUMPY, "F64"):
         raise ArtifactError(f"{key}: {describe(info.shape, info.dtype)} is not one number")
-    with Reader(source[key].extents) as reader:
+    with Reader(info.extents) as reader:
         raw = reader.read()
     return float(raw.view("<f8")[0] if info.dtype == "F64" else widened(raw, info.dtype)[0])
+
+
+# The model to serve.
+
+
+def separate(detected: Detected, *, dtype: str, perform: Perform = perform) -> Planned:
+    """Plan the model to serve from a full model with a head: a reward model, or a policy.
+
+    A `v_head` whose purpose the files do not tell counts as a value head. `dtype` is the torch name
+    of the facts' dtype; tensors keep their own. Raises ContractError: no usable head, a critic's.
+    """
+    head, folder, how = detected.require(), detected.folder, detected.normalisation
+    if head.role == "value":
+        raise ContractError(
+            f"{folder.root}: a critic: {head.weight} gives the value of every token, not the "
+            "reward of a text",
+            hint="source=<folder of the policy>: a critic is useful only to resume training",
+        )
+    if head.role == "either":
+        apart = "the value head: kept apart, in value_head.safetensors"
+        plan = _plan_model(folder, dict.fromkeys((*head.sources, *how.buffers), apart))
+        facts = perform(model_facts, folder.root, dtype, _shapes(plan))
+        return Planned(plan, {MODEL: folder.main}, folder.config, facts)
+    left_out = {
+        f"{MODEL}:{key}": NO_LM_HEAD
+        for key in folder.main
+        if key.removeprefix(WRAPPER) in OUTPUT_EMBEDDINGS
+    }
+    left_out |= dict.fromkeys(how.buffers, "stored in config.json")
+    if head.bias:
+        left_out[head.bias] = "the head's bias: stored in config.json, as part of the mean"
+        # (w h + bias - mean) / std = (w h - (mean - bias)) / std
+        if bias := _read_scalar(folder.main, head.bias.partition(":")[2]):
+            how = Normalisation((how.mean or 0.0) - bias, how.std or 1.0)
+    plan = _plan_model(folder, left_out, score=head.weight)
+    name, facts = perform(reward_facts, folder.config, dtype, _shapes(plan))
+    config = reward_config(folder.config, name, how, endings(folder.root))
+    return Planned(plan, {MODEL: folder.main}, config, facts)
+
+
+def _plan_model(folder: HeadFolder, left_out: Mapping[str, str], score: str = "") -> Plan:
+    """Plan the model's tensors without TRL's prefix, and the tensor `score` as `score.weight`."""
+    whole = as_is(folder.main, MODEL).ops
+    kept = [op for op in whole if op.source not in left_out and op.source != score]
+    ops = [replace(op, name=op.key.removeprefix(WRAPPER)) for op in kept]
+    ops += [replace(op, name=SCORE) for op in whole if op.source == score]
+    dropped = {op.source: left_out[op.source] for op in whole if op.source in left_out}
+    return Plan(tuple(ops), dropped)
+
+
+def _shapes(plan: Plan) -> Shapes:
+    return {op.name: op.shape for op in plan.ops}
+
+
+def endings(*folders: Path) -> list[int]:
+    """Return the EOS ids of the first folder that has a tokenizer; empty if none has."""
+    for folder in folders:
+        if (folder / "tokenizer.json").is_file():
+            return read_tokenizer(folder).stops
+    return []
+
+
+_OF_OTHERS = ("quantization_config", "auto_map", "mean", "std")
+_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+
+
+def reward_config(
+    config: Mapping[str, Any],
+    architecture: str,
+    normalisation: Normalisation,
+    endings: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Return config.json of a reward model of class `architecture`, from that of any model.
+
+    transformers takes the score at the last token that is not `pad_token_id`. If the padding token
+    also ends texts (pad = eos), this is one token too early. config.json then gets no padding
+    token, so that transformers refuses to score batches instead of scoring them wrongly.
+    """
+    gone = (*_OF_OTHERS, "torch_dtype", "num_labels")
+    document: dict[str, Any] = {key: value for key, value in config.items() if key not in gone}
+    document |= {
+        "architectures": [architecture],
+        **_ONE_LABEL,
+        "problem_type": "regression",
+        "value_head_prefix": SCORE.partition(".")[0],
+    }
+    if normalisation.is_there:
+        document |= {"mean": normalisation.mean, "std": normalisation.std, "normalize_reward": True}
+    if document.get("pad_token_id") in endings:
+        document["pad_token_id"] = None
+    return document
+
+
+def reward_facts(config: Mapping[str, Any], dtype: str, disk: Shapes) -> tuple[str, Model]:
+    """Return the class name of a reward model of a family, and its facts with one label.
+
+    Imports transformers; call it through a `Perform`. `config` is the config.json of any model of
+    the family. Raises ArtifactError if the family has no such class.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    plain = {key: value for key, value in config.items() if key not in _OF_OTHERS} | _ONE_LABEL
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(plain))
+        described = read_config(Path(folder))
+        classes = AutoModelForSequenceClassification._model_mapping
+        if type(described) not in classes:
+            raise ArtifactError(
+                f"transformers has no {described.model_type} model for sequence classification, so "
+                "a reward model of that family cannot be served"
+            )
+        name = str(classes[type(described)].__name__)
+        path.write_text(json.dumps({**plain, "architectures": [name]}))
+        return name, model_facts(Path(folder), dtype, disk)
+
+
+def reward_base(
+    base: Tensors, config: Mapping[str, Any], dtype: str, perform: Perform = perform
+) -> tuple[dict[str, Tensor], str, Model]:
+    """Return a base's tensors as those of its family's reward model, the class's name, its facts.
+
+    The LM head is left out. A head that the base does not have is a placeholder, to be replaced by
+    the adapter's.
+    """
+    hidden = _hidden_size(config)
+    if hidden is None:
+        raise ContractError(
+            "reward: the base's config.json has no hidden_size, so the head's width is not known",
+            hint="use a base with the config.json that save_pretrained wrote",
+        )
+    tensors = {key: info for key, info in base.items() if key not in OUTPUT_EMBEDDINGS}
+    if SCORE not in tensors:
+        of_base = next(iter(tensors.values())).dtype if tensors else "BF16"
+        tensors[SCORE] = Tensor((1, hidden), of_base)
+    disk = {key: tuple(info.shape) for key, info in tensors.items()}
+    return tensors, *perform(reward_facts, config, dtype, disk)
+
+
+def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
+    """Write `value_head.safetensors`, which TRL and LLaMA-Factory read, and `value_head.json`.
+
+    Returns the keys of its tensors; their bytes are those of the source. Raises ContractError for
+    a head with NaN or infinity.
+    """
+    head, folder = detected.require(), detected.folder
+    names = dict(zip(KEYS, head.sources, strict=False))
+    source = folder.sources[head.weight.partition(":")[0]]
+    part = {key: source[name.partition(":")[2]] for key, name in names.items()}
+    done = write(as_is(part, HEAD), {HEAD: part}, out, STEM, scan=True)
+    for name, written in done.tensors.items():
+        if written.nonfinite:
+            raise ContractError(f"{folder.root}: {name}: {written.nonfinite} elements not finite")
+    document = {
+        "format": 1,
+        "role": head.role,
+        "dialect": head.dialect,
+        "hidden_size": head.shape[1],
+        "dtype": head.dtype,
+        "bias": bool(head.bias),
+        "source": names,
+        "mean": detected.normalisation.mean,
+        "std": detected.normalisation.std,
+    }
+    (out / f"{STEM}.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    return tuple(names)

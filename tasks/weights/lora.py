@@ -1,4 +1,4 @@
-"""Pair a PEFT adapter with a model: changes of the tensors in memory, as terms.
+"""Open a PEFT adapter, and combine adapters into changes of a model's tensors in memory, as terms.
 
     adapter = read_adapter(folder)                        # headers and configuration
     total = changes([(adapter, 1.0)], model)              # terms by live name
@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.contract import Expected
+from tasks.core.contract import Expected, TensorLike
 from tasks.core.errors import ArtifactError, ContractError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import all_zero, nonfinite
@@ -32,7 +32,7 @@ from tasks.weights.mapping import Shape
 from tasks.weights.model import Model, model_facts
 from tasks.weights.pairing import Pairing, Piece, pair_by_names
 from tasks.weights.pickled.torch_file import read_state
-from tasks.weights.plan import Dora, Dropped, Rows, Term
+from tasks.weights.plan import OPERANDS, Dora, Rows, Term
 
 CONFIG = "adapter_config.json"
 PICKLED = f"{ADAPTER}.bin"
@@ -71,25 +71,30 @@ def read_adapter(folder: Path, name: str = "adapter", *, beside: Collection[str]
     return Adapter(folder, name, config, tensors, tuple(findings))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Changes:
     """Changes of live tensors; a tensor that is not named stays as it is.
 
     Terms apply to a tensor's replacement, if it has one. If an adapter changes only a part of a
     live tensor (one expert of a stack), the part's key on disk is used as the live name, and its
-    terms come after those of the stack.
+    terms come after those of the stack. If there are findings, ignore the other fields.
     """
 
-    terms: Mapping[str, tuple[Term, ...]]  # by live name, in order; operands "<adapter>:<key>"
-    replacements: Mapping[str, str]  # "<adapter>:<key>" of the base's replacement, by live name
-    shapes: Mapping[str, Shape]  # of replacements with another number of rows, by live name
+    terms: dict[str, list[Term]] = field(default_factory=dict)  # by live name, in order
+    # Tensor of an adapter that replaces the base's, by live name
+    replacements: dict[str, str] = field(default_factory=dict)
+    # Shape of replacements with another number of rows, by live name
+    shapes: dict[str, Shape] = field(default_factory=dict)
     # Live names that were tied and have to be stored separately from now on. Without a replacement
     # or terms, such a tensor is a copy of the base tensor that it was tied to. A change of any
     # other tied tensor applies to all its names and is listed under the stored name.
-    unties: tuple[str, ...]
-    dropped: tuple[Dropped, ...]  # adapter tensors that the merge does not use
-    copies: Mapping[str, str]  # dropped tensor -> tensor that must have the same bytes
-    findings: tuple[str, ...]  # everything that is wrong; if any, ignore the other fields
+    unties: tuple[str, ...] = ()
+    dropped: dict[str, str] = field(default_factory=dict)  # adapter tensor without use -> reason
+    # Dropped tensor -> tensor that must have the same bytes
+    copies: dict[str, str] = field(default_factory=dict)
+    # Every tensor of the adapters as "<adapter>:<key>", as all the fields above name them
+    operands: dict[str, TensorLike] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)  # everything that is wrong
 
 
 def changes(adapters: Sequence[tuple[Adapter, float]], model: Model) -> Changes:
@@ -98,32 +103,43 @@ def changes(adapters: Sequence[tuple[Adapter, float]], model: Model) -> Changes:
     The result is `W + sum_i w_i * scale_i * B_i @ A_i`, added in the order given, as peft merges
     one adapter after another, each with `set_scale(w)`.
     """
-    total = _Sum(model)
-    for adapter, weight in adapters:
-        total.pair(adapter, weight)
+    total = Changes()
     if len({adapter.name for adapter, _ in adapters}) < len(adapters):
         total.findings.append("two adapters have the same name")
     if not adapters:
         total.findings.append("no adapter to merge")
-    pieces = [piece for *_, paired in total.paired for piece in paired]
+    paired = [(each, weight, _paired(total, each, weight, model)) for each, weight in adapters]
+    pieces = [piece for *_, of in paired for piece in of]
     untied = {name for piece in pieces if piece.alone for name in model.partners(piece.target)}
-    for adapter, weight, paired in total.paired:
+    for adapter, weight, of in paired:
         earlier = {*total.replacements, *total.terms}
-        for piece in paired:
+        for piece in of:
             for name in _stored_names(piece, model, untied):
                 if name in earlier and (piece.stored or name in total.replacements):
                     total.findings.append(f"{name}: replaced by one adapter, changed by another")
-                total.add(name, piece, adapter, weight)
-    total.check_rows()
-    return Changes(
-        terms={name: tuple(terms) for name, terms in total.terms.items()},
-        replacements=total.replacements,
-        shapes=total.shapes,
-        unties=tuple(sorted(untied & set(model.ties))),
-        dropped=tuple(total.dropped),
-        copies=total.copies,
-        findings=tuple(total.findings),
-    )
+                _add(total, name, piece, adapter, weight, model)
+    total.unties = tuple(sorted(untied & set(model.ties)))
+    _check_rows(total, model)
+    return total
+
+
+def _paired(total: Changes, adapter: Adapter, weight: float, model: Model) -> list[Piece]:
+    """Pair the tensors of an adapter with those of the model."""
+    total.operands |= {f"{adapter.name}:{k}": info for k, info in adapter.tensors.items()}
+    where = f"{adapter.root.name}: " if adapter.name != "adapter" else ""
+    if adapter.findings:
+        total.findings += [f"{where}{CONFIG}: {finding}" for finding in adapter.findings]
+        return []
+    pairing, pieces = pair_by_names(adapter.config, model, adapter.tensors)
+    texts = [*pairing.findings, *pairing.problems()]
+    if not math.isfinite(weight) or weight == 0:
+        texts.append(f"weight {weight} of the adapter is not a finite number other than 0")
+    total.findings += [where + text for text in texts]
+    for key, (reason, original) in pairing.dropped().items():
+        total.dropped[f"{adapter.name}:{key}"] = reason
+        if original:
+            total.copies[f"{adapter.name}:{key}"] = f"{adapter.name}:{original}"
+    return pieces
 
 
 def _stored_names(piece: Piece, model: Model, untied: Collection[str]) -> list[str]:
@@ -134,91 +150,54 @@ def _stored_names(piece: Piece, model: Model, untied: Collection[str]) -> list[s
     return [name] if piece.alone else sorted(model.partners(name))
 
 
-class _Sum:
-    """Running sum of adapters; attributes are those of `Changes`."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self.paired: list[tuple[Adapter, float, list[Piece]]] = []
-        self.terms: dict[str, list[Term]] = {}
-        self.replacements: dict[str, str] = {}
-        self.shapes: dict[str, Shape] = {}
-        self.dropped: list[Dropped] = []
-        self.copies: dict[str, str] = {}
-        self.findings: list[str] = []
-
-    def pair(self, adapter: Adapter, weight: float) -> None:
-        """Pair the tensors of an adapter with those of the model."""
-        where = f"{adapter.root.name}: " if adapter.name != "adapter" else ""
-        if adapter.findings:
-            self.findings += [f"{where}{CONFIG}: {finding}" for finding in adapter.findings]
-            return
-        pairing, pieces = pair_by_names(adapter.config, self.model, adapter.tensors)
-        texts = [*pairing.findings, *pairing.problems()]
-        if not math.isfinite(weight) or weight == 0:
-            texts.append(f"weight {weight} of the adapter is not a finite number other than 0")
-        self.findings += [where + text for text in texts]
-        self.paired.append((adapter, weight, pieces))
-        for key, (reason, original) in pairing.dropped().items():
-            self.dropped.append(Dropped(f"{adapter.name}:{key}", reason))
-            if original:
-                self.copies[f"{adapter.name}:{key}"] = f"{adapter.name}:{original}"
-
-    def add(self, name: str, piece: Piece, adapter: Adapter, weight: float) -> None:
-        """Add one piece under a name, with operands that name the adapter."""
-        if weight != 1 and (piece.stored or isinstance(piece.term, Rows)):
-            self.findings.append(
-                f"{name}: is stored as a full tensor, so weight {weight} cannot scale it"
-            )
-        if piece.stored:
-            self.replacements[name] = f"{adapter.name}:{piece.stored}"
-            stored = adapter.tensors.get(piece.stored)
-            if stored is not None and tuple(stored.shape) != self._shape(name):
-                self.shapes[name] = tuple(stored.shape)
-        if piece.term is not None:
-            self._add_term(name, _bound(piece.term, adapter.name, weight))
-
-    def _shape(self, name: str) -> Shape:
-        of_disk = (slot.shape for slot in self.model.slots if slot.key == name)
-        return self.model.parameters.get(name) or next(of_disk)
-
-    def _add_term(self, name: str, term: Term) -> None:
-        before = self.terms.setdefault(name, [])
-        if before and any(isinstance(earlier, Dora) for earlier in (*before, term)):
-            self.findings.append(
-                f"{name}: DoRA normalises the weights of the base, so its change cannot be added to"
-                " another adapter's, and a merge of one after the other is not their sum: deliver"
-                " each of them alone, source=<its folder>, or train one with all the data"
-            )
-        if isinstance(term, Rows):
-            rows = {row for other in before if isinstance(other, Rows) for row in other.indices}
-            if twice := rows & set(term.indices):
-                self.findings.append(f"{name}: two adapters replace row {min(twice)}")
-        before.append(term)
-
-    def check_rows(self) -> None:
-        """Check that both embeddings have the same number of rows."""
-        rows = {
-            shape[0]
-            for module in (self.model.input_embedding, self.model.output_embedding)
-            for name in self.model.partners(f"{module}.weight")
-            if (shape := self.shapes.get(name))
-        }
-        if len(rows) > 1:
-            sizes = " and ".join(map(str, sorted(rows)))
-            self.findings.append(f"input and output embedding need equal rows, but have {sizes}")
+def _add(
+    total: Changes, name: str, piece: Piece, adapter: Adapter, weight: float, model: Model
+) -> None:
+    """Add one piece under a name, with operands that name the adapter."""
+    if weight != 1 and (piece.stored or isinstance(piece.term, Rows)):
+        total.findings.append(
+            f"{name}: is stored as a full tensor, so weight {weight} cannot scale it"
+        )
+    if piece.stored:
+        source = f"{adapter.name}:{piece.stored}"
+        total.replacements[name] = source
+        of_disk = (slot.shape for slot in model.slots if slot.key == name)
+        shape = model.parameters.get(name) or next(of_disk)
+        if source in total.operands and tuple(total.operands[source].shape) != shape:
+            total.shapes[name] = tuple(total.operands[source].shape)
+    if piece.term is None:
+        return
+    term, before = _bound(piece.term, adapter.name, weight), total.terms.setdefault(name, [])
+    if before and any(isinstance(each, Dora) for each in (*before, term)):
+        total.findings.append(
+            f"{name}: DoRA normalises the weights of the base, so its change cannot be added to"
+            " another adapter's, and a merge of one after the other is not their sum: deliver"
+            " each of them alone, source=<its folder>, or train one with all the data"
+        )
+    if isinstance(term, Rows):
+        rows = {row for other in before if isinstance(other, Rows) for row in other.indices}
+        if twice := rows & set(term.indices):
+            total.findings.append(f"{name}: two adapters replace row {min(twice)}")
+    before.append(term)
 
 
 def _bound(term: Term, adapter: str, weight: float) -> Term:
     """Return the term with operands "<adapter>:<key>" and its scale times the weight."""
-    names: dict[str, Any] = {
-        operand: f"{adapter}:{getattr(term, operand)}"
-        for operand in ("a", "b", "magnitude", "values", "value")
-        if hasattr(term, operand)
-    }
-    if isinstance(term, Rows):
-        return replace(term, **names)
-    return replace(term, **names, scale=term.scale * weight)
+    names = (name for name in OPERANDS if hasattr(term, name))
+    bound: dict[str, Any] = {name: f"{adapter}:{getattr(term, name)}" for name in names}
+    if not isinstance(term, Rows):
+        bound["scale"] = term.scale * weight
+    return replace(term, **bound)
+
+
+def _check_rows(total: Changes, model: Model) -> None:
+    """Check that both embeddings have the same number of rows."""
+    modules = (model.input_embedding, model.output_embedding)
+    names = (name for module in modules for name in model.partners(f"{module}.weight"))
+    rows = {total.shapes[name][0] for name in names if name in total.shapes}
+    if len(rows) > 1:
+        sizes = " and ".join(map(str, sorted(rows)))
+        total.findings.append(f"input and output embedding need equal rows, but have {sizes}")
 
 
 def adapter_contract(base: Path, adapter_config: Path, dtype: str = "BF16") -> list[Expected]:
@@ -243,17 +222,13 @@ def require_values(adapters: Sequence[Adapter], copies: Mapping[str, str] | None
 
     `copies` is that of `Changes`. Raises ContractError with every finding.
     """
-    findings = [
-        f"{adapter.root.name}: {text}" for adapter in adapters for text in value_findings(adapter)
-    ]
+    findings = [f"{each.root.name}: {text}" for each in adapters for text in value_findings(each)]
     by_name = {adapter.name: adapter for adapter in adapters}
     for copy, original in (copies or {}).items():
         name, _, key = copy.partition(":")
         of = original.partition(":")[2]
-        if not _same(by_name[name], key, of):
-            findings.append(
-                f"{by_name[name].root.name}: {key}: differs from {of}, of which it must be a copy"
-            )
+        if not _same(by_name[name].tensors, key, of):
+            findings.append(f"{by_name[name].root.name}: {key}: differs from its original {of}")
     if findings:
         raise ContractError(f"adapter: {first_and_more(findings)}", details=findings)
 
@@ -268,7 +243,7 @@ def value_findings(adapter: Adapter) -> Iterator[str]:
     zeros: set[str] = set()
     for key, info in sorted(adapter.tensors.items()):
         bad, zero = 0, True
-        for raw in _blocks(adapter, key):
+        for raw in _blocks(adapter.tensors, key):
             bad += nonfinite(raw, info.dtype)
             zero = zero and all_zero(raw, info.dtype)
         if bad:
@@ -287,17 +262,17 @@ def value_findings(adapter: Adapter) -> Iterator[str]:
         )
 
 
-def _same(adapter: Adapter, key: str, of: str) -> bool:
-    copy, original = adapter.tensors[key], adapter.tensors[of]
+def _same(source: Tensors, key: str, of: str) -> bool:
+    copy, original = source[key], source[of]
     if (tuple(copy.shape), copy.dtype) != (tuple(original.shape), original.dtype):
         return False
-    pairs = zip(_blocks(adapter, key), _blocks(adapter, of), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs)
+    pairs = zip(_blocks(source, key), _blocks(source, of), strict=True)
+    return all(np.array_equal(one, other) for one, other in pairs)
 
 
-def _blocks(adapter: Adapter, key: str) -> Iterator[NDArray[np.uint8]]:
+def _blocks(source: Tensors, key: str) -> Iterator[NDArray[np.uint8]]:
     """Yield a tensor's bytes in blocks; each block is valid until the next one is read."""
-    with Reader(adapter.tensors[key].extents) as stream:
+    with Reader(source[key].extents) as stream:
         buffer: NDArray[np.uint8] = np.empty(min(_BLOCK, stream.nbytes), np.uint8)
         for at in range(0, stream.nbytes, _BLOCK):
             block = buffer[: min(_BLOCK, stream.nbytes - at)]

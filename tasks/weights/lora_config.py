@@ -29,6 +29,7 @@ _REFUSED = {
     "unmerged",
     "use_qalora": "its A works on pooled inputs of a GPTQ layer, which no dense weight equals: "
     "serve it unmerged",
+    "lora_bias": f"the bias of a lora_B: {_PEFT}",
     "use_bdlora": f"its factors are block-diagonal: serve it unmerged, or {_PEFT}",
     "arrow_config": "a router picks experts for each token, so no single weight equals it: serve "
     "it unmerged",
@@ -72,7 +73,6 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     bias: str = "none"
-    lora_bias: bool = False
     tying: bool = False
     task_type: str = ""
     peft_version: str = ""
@@ -95,68 +95,92 @@ def _pick(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     return default
 
 
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 0 < value < _HUGE
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("is not true or false")
+    return value
 
 
-def _is_alpha(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < _HUGE
+def _number(value: Any) -> Any:
+    if type(value) not in (int, float) or not 0 < value < _HUGE:
+        raise ValueError("is not a positive number")
+    return value
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+def _rank(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError("is not a positive number")
+    return int(_number(value))
 
 
-def _is_names_or_text(value: Any) -> bool:
-    return isinstance(value, str) or _is_names(value)
+def _names(value: Any, frame: str = "") -> tuple[str, ...]:
+    """Return a list of names; `frame` is the regular expression that peft builds from each."""
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise ValueError("is not a list of names")
+    if frame:
+        for name in value:
+            re.compile(frame.replace("{}", name))
+    return tuple(value)
 
 
-def _is_layers(value: Any) -> bool:
-    numbers = [value] if type(value) is int else value
-    return isinstance(numbers, list) and all(type(number) is int for number in numbers)
+def _modules(value: Any) -> tuple[str, ...] | str:
+    if not isinstance(value, str):
+        return _names(value)
+    re.compile(value)
+    return ALL_LINEAR if value.lower() == ALL_LINEAR else value
 
 
-def _is_rows(value: Any) -> bool:
-    """Return True for lists of distinct token ids by name of an embedding, or a bare list."""
-    by_name = {"": value} if isinstance(value, list) else value
-    return isinstance(by_name, dict) and all(
-        isinstance(ids, list)
-        and all(type(row) is int and row >= 0 for row in ids)
-        and len(set(ids)) == len(ids)
-        for ids in by_name.values()
-    )
+def _layers(value: Any) -> tuple[int, ...]:
+    numbers = value if isinstance(value, list) else [value]
+    if not all(type(number) is int for number in numbers):
+        raise ValueError("is not a list of layer numbers")
+    return tuple(numbers)
 
 
-def _by_name(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+def _rows(value: Any) -> dict[str, tuple[int, ...]]:
+    """Return distinct token ids by name of an embedding; "" for those of a bare list."""
+    by_name = {"": value} if isinstance(value, list) else dict(value)
+    for ids in by_name.values():
+        if not all(type(row) is int and row >= 0 for row in ids) or len(set(ids)) < len(ids):
+            raise ValueError("is not a list of distinct token ids")
+    return {name: tuple(ids) for name, ids in by_name.items()}
 
 
-_NAMES, _FLAG = (
-    (_is_names, "a list of names"),
-    (lambda value: isinstance(value, bool), "true or false"),
-)
-_NAMES_OR_TEXT = (_is_names_or_text, "a list of names")
-_SETTINGS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (_is_rank, "a positive number"),
-    "lora_alpha": (_is_alpha, "a positive number"),
-    "use_rslora": _FLAG,
-    "use_dora": _FLAG,
-    "lora_bias": _FLAG,
-    "ensure_weight_tying": _FLAG,
-    "rank_pattern": (_by_name(_is_rank), "a mapping from names to positive numbers"),
-    "alpha_pattern": (_by_name(_is_alpha), "a mapping from names to positive numbers"),
-    "target_modules": _NAMES_OR_TEXT,
-    "exclude_modules": _NAMES_OR_TEXT,
-    "layers_pattern": _NAMES_OR_TEXT,
-    "target_parameters": _NAMES,
-    "modules_to_save": _NAMES,
-    "layers_to_transform": (_is_layers, "a list of layer numbers"),
-    "trainable_token_indices": (_is_rows, "lists of distinct token ids by name of an embedding"),
-    "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all, lora_only"),
+def _patterns(value: Any, convert: Callable[[Any], Any]) -> dict[str, Any]:
+    _names(list(value), PATTERN)
+    return {name: convert(each) for name, each in value.items()}
+
+
+def _bias(value: Any) -> str:
+    if value not in ("none", "all", "lora_only"):
+        raise ValueError("is not one of none, all, lora_only")
+    return str(value)
+
+
+_SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    # peft's name: field of `AdapterConfig`, conversion
+    "r": ("rank", _rank),
+    "lora_alpha": ("alpha", _number),
+    "use_rslora": ("rslora", _flag),
+    "use_dora": ("dora", _flag),
+    "ensure_weight_tying": ("tying", _flag),
+    "rank_pattern": ("rank_pattern", lambda value: _patterns(value, _rank)),
+    "alpha_pattern": ("alpha_pattern", lambda value: _patterns(value, _number)),
+    "target_modules": ("target_modules", _modules),
+    "exclude_modules": ("exclude_modules", _modules),
+    "target_parameters": ("target_parameters", _names),
+    "modules_to_save": ("modules_to_save", lambda value: _names(value, SAVED)),
+    "layers_to_transform": ("layers_to_transform", _layers),
+    "layers_pattern": (
+        "layers_pattern",
+        lambda value: _names([value] if isinstance(value, str) else value, LAYER),
+    ),
+    "trainable_token_indices": ("token_indices", _rows),
+    "bias": ("bias", _bias),
+    "task_type": ("task_type", str),
+    "peft_version": ("peft_version", str),
 }
-"""Condition for the value of a setting, unless it is absent or empty, and its description."""
-_READ = {*_SETTINGS, "peft_type", "init_lora_weights", "task_type", "peft_version"}
-_DEFAULTS = {"r": 8, "lora_alpha": 8}
+_READ = {*_SETTINGS, "peft_type", "init_lora_weights"}
 
 
 def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
@@ -166,75 +190,26 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
     """
     kind = raw.get("peft_type")
     if kind != "LORA":
-        return AdapterConfig(), [
-            f"peft_type={kind!r} is not LORA: merge it with peft's merge_and_unload, or train LoRA"
-        ]
-    findings = [*_refusals(raw), *_init_findings(raw)]
+        return AdapterConfig(), [f"peft_type={kind!r} is not LORA: {_PEFT}, or train LoRA"]
+    findings = list(_refusals(raw))
     values: dict[str, Any] = {}
-    for key, (fits, wanted) in _SETTINGS.items():
-        value = raw.get(key, _DEFAULTS.get(key))
-        is_empty = key not in _DEFAULTS and (value is None or value in ("", [], {}))
-        problem = "" if is_empty or fits(value) else f"is not {wanted}"
-        problem = problem or _regex_error(key, value)
-        if problem:
-            findings.append(f"{key}={_short(value)} {problem}")
-        values[key] = _DEFAULTS.get(key) if problem or is_empty else value
-    rows = values["trainable_token_indices"] or {}
-    rows = {"": rows} if isinstance(rows, list) else rows
-    config = AdapterConfig(
-        rank=values["r"],
-        alpha=values["lora_alpha"],
-        rslora=bool(values["use_rslora"]),
-        dora=bool(values["use_dora"]),
-        rank_pattern=values["rank_pattern"] or {},
-        alpha_pattern=values["alpha_pattern"] or {},
-        target_modules=_names_or_regex(values["target_modules"]),
-        target_parameters=tuple(values["target_parameters"] or ()),
-        exclude_modules=_names_or_regex(values["exclude_modules"]),
-        layers_to_transform=_as_tuple(values["layers_to_transform"], int),
-        layers_pattern=_as_tuple(values["layers_pattern"], str),
-        modules_to_save=tuple(values["modules_to_save"] or ()),
-        token_indices={name: tuple(ids) for name, ids in rows.items()},
-        bias=values["bias"] or "none",
-        lora_bias=bool(values["lora_bias"]),
-        tying=bool(values["ensure_weight_tying"]),
-        task_type=str(raw.get("task_type") or ""),
-        peft_version=str(raw.get("peft_version") or ""),
-    )
-    if config.dora and config.lora_bias:
-        findings.append("use_dora and lora_bias exclude each other")
+    for key, (name, convert) in _SETTINGS.items():
+        value = raw.get(key)
+        if value is None or value in ("", [], {}):
+            continue
+        try:
+            values[name] = convert(value)
+        except (ValueError, TypeError, AttributeError, re.error) as error:
+            findings.append(f"{key}={_short(value)}: {error}")
+    config = AdapterConfig(**values)
     if raw.get("target_modules") is None and not config.target_parameters:
         findings.append("target_modules is null: write out which modules the adapter is for")
     return config, findings
 
 
-def _as_tuple(value: Any, single: type) -> tuple[Any, ...]:
-    return (value,) if type(value) is single else tuple(value or ())
-
-
-def _names_or_regex(value: Any) -> tuple[str, ...] | str:
-    if isinstance(value, str):
-        return ALL_LINEAR if value.lower() == ALL_LINEAR else value
-    return tuple(value or ())
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _regex_error(key: str, value: Any) -> str:
-    """Return the reason why a part of a setting is no regular expression; "" if all are."""
-    frame = {"rank_pattern": PATTERN, "alpha_pattern": PATTERN, "layers_pattern": LAYER,
-             "modules_to_save": SAVED}.get(key)  # fmt: skip
-    if frame is None and not (key.endswith("_modules") and isinstance(value, str)):
-        return ""
-    for text in [value] if isinstance(value, str) else value or ():
-        try:
-            re.compile((frame or "{}").replace("{}", text))
-        except re.error as error:
-            return f"has {_short(text)}, which is not a regular expression: {error}"
-    return ""
 
 
 def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -244,9 +219,6 @@ def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(set(raw) - _READ - _HARMLESS - set(_REFUSED)):
         if raw[key] not in (None, False, [], {}, ""):
             yield f"{key}={_short(raw[key])} is no LoRA setting of peft 0.21: its effect is unknown"
-
-
-def _init_findings(raw: Mapping[str, Any]) -> Iterator[str]:
     init = raw.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_MUTATING):
         plain = "save it as a plain LoRA (path_initial_model_for_weight_conversion), or "
@@ -267,7 +239,7 @@ _HEADS = ("score", "classifier")
 def targeted_modules(
     config: AdapterConfig, modules: Mapping[str, str], head: str = ""
 ) -> list[str]:
-    """Return the modules with a LoRA pair, in the model's order."""
+    """Return the modules with a LoRA pair, in the model's order; `modules` has kinds by name."""
     if config.target_modules == ALL_LINEAR:
         if not head and config.task_type == "SEQ_CLS":
             head = next((name for name in _HEADS if name in modules), "")
@@ -300,10 +272,11 @@ def _layer(config: AdapterConfig, name: str) -> int | None:
 
 
 def _is_excluded(config: AdapterConfig, name: str) -> bool:
-    if isinstance(config.exclude_modules, str):
-        if re.fullmatch(config.exclude_modules, name):
+    excluded = config.exclude_modules
+    if isinstance(excluded, str):
+        if re.fullmatch(excluded, name):
             return True
-    elif ends_with(name, config.exclude_modules):
+    elif ends_with(name, excluded):
         return True
     return any(re.match(SAVED.replace("{}", module), name) for module in config.modules_to_save)
 

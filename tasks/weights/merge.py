@@ -1,6 +1,7 @@
 """Plan a merge of adapters into a base: one operation per tensor on disk.
 
-    plan = plan_merge(base.tensors, model, changes(adapters, model), operands)
+    plan = plan_merge(base, model, changes(adapters, model))
+    planned = plan_adapters(adapters, base, config, ...)    of folders; also reward models
 
 Keys, shapes and order of the output are those of the base checkpoint. `Slot`s carry the changes of
 tensors in memory to the tensors on disk.
@@ -12,19 +13,45 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import TensorLike, describe
 from tasks.core.errors import ContractError, first_and_more
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import is_float
-from tasks.weights.lora import Changes
+from tasks.weights.files.tensors import Tensors
+from tasks.weights.heads import (
+    NO_LM_HEAD,
+    OUTPUT_EMBEDDINGS,
+    SCORE,
+    Normalisation,
+    normalisation_from,
+    reward_base,
+    reward_config,
+)
+from tasks.weights.lora import Adapter, Changes, changes, require_values
 from tasks.weights.mapping import Slot
-from tasks.weights.model import CONV1D, Model
-from tasks.weights.plan import Add, Dora, Dropped, LowRank, Op, Plan, Shape, Term, operands
+from tasks.weights.model import CONV1D, Model, model_facts
+from tasks.weights.perform import Perform, perform
+from tasks.weights.plan import (
+    Dora,
+    LowRank,
+    Op,
+    Plan,
+    Planned,
+    Shape,
+    Term,
+    plain_op,
+    with_output,
+)
+from tasks.weights.quantized.source import open_model
 from tasks.weights.rounding import Rounding
 from tasks.weights.tokens.vocabulary import resized_config
 
 _SHOWN = 100
+BASE = "base"
+"""Name of the base among the inputs of a plan."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +59,10 @@ class MergeSettings:
     """Settings of a merge."""
 
     dtype: str | None = None  # safetensors name for all floats; None keeps the dtype of each tensor
-    # 4-bit settings of training, as in `Op.quantization`, for the tensors that training
-    # stored in 4 bits. With "base": "dequantized" they also apply to tensors that no
-    # adapter changes. None if training used no quantization
+    # 4-bit settings of training, as in `Op.quantization`, for the tensors that training stored in 4
+    # bits. With "base": "dequantized" they also apply to tensors that no adapter changes
     quantization: Mapping[str, Any] | None = None
     quantized: frozenset[str] = frozenset()  # keys of the tensors that training stored in 4 bits
-    # Limit of tensor data in one output file; None writes a single file
-    max_shard_bytes: int | None = None
-    base: str = "base"  # name of the base among the inputs of the plan
     rounding: Rounding = "unbiased"  # rounding of what the adapters change; see `rounding.py`
 
 
@@ -50,11 +73,10 @@ def plan_merge(
     base: Mapping[str, TensorLike],
     model: Model,
     changes: Changes,
-    adapters: Mapping[str, TensorLike],
     settings: MergeSettings = _AS_IT_IS,
 ) -> Plan:
-    """Plan a merge from headers alone."""
-    merging = _Merging(base, model, changes, adapters, settings)
+    """Plan a merge from headers alone. Raises ContractError with every finding."""
+    merging = _Merging(base, model, changes, settings)
     # Changes with findings must not be used: their own findings are reported instead.
     ops = [] if changes.findings else list(merging.ops())
     findings = [*model.findings, *changes.findings, *merging.findings]
@@ -64,19 +86,106 @@ def plan_merge(
             details=findings[:_SHOWN],
         )
     used = {op.source for op in ops}
-    replaced = [
-        Dropped(source, f"replaced by {by}")
-        for source, by in merging.replaced.items()
-        if source not in used
-    ]
+    replaced = {
+        source: f"replaced by {by}" for source, by in merging.replaced.items() if source not in used
+    }
     return Plan(
         tuple(ops),
-        (*changes.dropped, *replaced),
-        settings.max_shard_bytes,
+        {**changes.dropped, **replaced},
         untied=tuple(model.aliases[alias] for alias in changes.unties),
         copied=tuple(merging.copied),
         rows=max((shape[0] for shape in changes.shapes.values()), default=None),
     )
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Facts of a reward model that its adapter does not have."""
+
+    endings: Sequence[int] = ()  # ids that end its texts
+    # mean and std of its scores; None for those of a config.json beside the adapter (OpenRLHF), or
+    # else of the base
+    normalisation: Normalisation | None = None
+
+
+def plan_adapters(
+    adapters: Sequence[tuple[Adapter, float]],
+    base: Path,
+    config: Mapping[str, Any],
+    *,
+    model_dtype: str,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+    quantization: Mapping[str, Any] | None = None,
+    rounding: Rounding = "unbiased",
+    reward: Reward | None = None,
+    values: bool = True,
+    perform: Perform = perform,
+) -> Planned:
+    """Plan the merge of weighted adapters into the base, in the dtype and files of the output.
+
+    Reads headers of the base, and headers and values of the adapters.
+
+    Args:
+        config: config.json of the base, decoded.
+        model_dtype: torch name of the dtype in which the model's class is built.
+        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
+        max_shard_bytes: limit of tensor data in one output file; None writes a single file.
+        quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
+        reward: of a reward model, which has a single adapter; None for a language model. A base
+            that is a reward model itself keeps its head; with another, the adapter has the full
+            head (`modules_to_save`).
+        values: False leaves the values of the adapters unread.
+
+    Raises:
+        ContractError: the adapters do not fit the base, or no head exists; has all findings.
+    """
+    opened, tensors, name = open_model(base), None, ""
+    if reward is not None:
+        tensors, name, facts = reward_base(opened, config, model_dtype, perform)
+    else:
+        facts = perform(model_facts, base, model_dtype)
+    total = changes(adapters, facts)
+    if reward is not None:
+        _require_head(opened, facts, total)
+    quantized = frozenset() if quantization is None else frozenset(facts.quantized)
+    settings = MergeSettings(dtype, quantization, quantized, rounding)
+    plan = plan_merge(tensors or opened, facts, total, settings)
+    read = [adapter for adapter, _ in adapters]
+    if values:
+        require_values(read, total.copies)
+    if reward is None:
+        merged = merged_config(config, plan)
+    else:
+        plan = _without_lm_head(plan, opened)
+        beside = read[0].root / "config.json"
+        stated = read_json(beside) if beside.is_file() else config
+        how = reward.normalisation or normalisation_from(stated, "reward: config.json")
+        merged = reward_config(config, name, how, reward.endings)
+    if max_shard_bytes is not None:
+        plan = with_output(plan, opened, dtype=None, max_shard_bytes=max_shard_bytes)
+    sources = {BASE: opened, **{adapter.name: adapter.tensors for adapter in read}}
+    return Planned(plan, sources, merged, facts)
+
+
+def _require_head(base: Tensors, facts: Model, total: Changes) -> None:
+    """Raise ContractError if neither the base nor the adapter has a reward head."""
+    live = next((slot.live for slot in facts.slots if slot.key == SCORE), SCORE)
+    if SCORE not in base and live not in total.replacements:
+        why = "LoRA was trained on a random head: " if live in total.terms else ""
+        raise ContractError(
+            f"reward: {why}neither the adapter nor the base has a reward head, {SCORE}. One that "
+            "was never saved cannot be recovered: train again with modules_to_save=[score]",
+            details=total.findings,
+        )
+
+
+def _without_lm_head(plan: Plan, base: Tensors) -> Plan:
+    """Return the plan of a reward model, which drops the LM head of the opened base."""
+    placeholder = "" if SCORE in base else f"{BASE}:{SCORE}"
+    dropped = {name: why for name, why in plan.dropped.items() if name != placeholder}
+    left_out = {f"{BASE}:{k}": NO_LM_HEAD for k in OUTPUT_EMBEDDINGS if k in base}
+    return replace(plan, dropped={**dropped, **left_out})
 
 
 def merged_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
@@ -86,7 +195,7 @@ def merged_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 class _Merging:
-    """The operations of a merge, and what they found on the way.
+    """The operations of a merge, and what is wrong with it.
 
     Attributes:
         findings: everything that is wrong.
@@ -99,11 +208,9 @@ class _Merging:
         base: Mapping[str, TensorLike],
         model: Model,
         changes: Changes,
-        adapters: Mapping[str, TensorLike],
         settings: MergeSettings,
     ) -> None:
-        self.base, self.model, self.adapters, self.settings = base, model, adapters, settings
-        self.changes = changes
+        self.base, self.model, self.changes, self.settings = base, model, changes, settings
         self.changed = {*changes.terms, *changes.replacements}
         self.used: set[str] = set()
         self.findings: list[str] = []
@@ -131,7 +238,7 @@ class _Merging:
 
     def _rounded(self, op: Op) -> Op:
         """Round what an adapter changes or replaces as the settings say."""
-        changed = bool(op.terms) or op.input != self.settings.base
+        changed = bool(op.terms) or op.input != BASE
         return replace(op, unbiased=changed and self.settings.rounding == "unbiased")
 
     def _op(self, key: str, slots: Sequence[Slot]) -> Op:
@@ -174,9 +281,8 @@ class _Merging:
 
     def _plain(self, name: str, key: str) -> Op:
         """Return the operation that writes base tensor `key` unchanged, in the output dtype."""
-        info, settings = self.base[key], self.settings
-        dtype = settings.dtype if settings.dtype and is_float(info.dtype) else info.dtype
-        return Op(name, tuple(info.shape), dtype, f"{settings.base}:{key}", info.dtype)
+        op, dtype = plain_op(name, f"{BASE}:{key}", self.base[key]), self.settings.dtype
+        return replace(op, dtype=dtype) if dtype and is_float(op.dtype) else op
 
     def _by_key(self, op: Op) -> Op:
         """Add the changes that name a part of a live tensor by its key on disk."""
@@ -185,7 +291,7 @@ class _Merging:
             return op
         after = self._with(op, Slot(key, op.shape, key, op.shape), key)
         own = after.terms[len(op.terms) :]
-        changed_twice = op.terms or op.input != self.settings.base
+        changed_twice = op.terms or op.input != BASE
         if changed_twice and (
             after.source != op.source or any(isinstance(term, Dora) for term in own)
         ):
@@ -209,9 +315,10 @@ class _Merging:
                 op,
                 shape=shape or op.shape,
                 source=source,
-                source_dtype=self.adapters[source].dtype,
+                source_dtype=self.changes.operands[source].dtype,
                 start=slot.start,
                 transpose=slot.transpose,
+                packed=None,
             )
         terms = list(self._terms(slot, self.changes.terms.get(name, ())))
         if terms and not is_float(op.source_dtype):
@@ -221,21 +328,19 @@ class _Merging:
 
     def _terms(self, slot: Slot, terms: Sequence[Term]) -> Iterator[Term]:
         for term in terms:
-            if absent := [name for name in operands(term) if name not in self.adapters]:
-                self.findings.append(f"{slot.live}: no adapter has {', '.join(absent)}")
-                continue
             try:
-                yield carry(term, slot, self.adapters)
+                yield carry(term, slot, self.changes.operands)
             except ValueError as error:
                 self.findings.append(str(error))
 
     def _quantization(self, op: Op, slot: Slot) -> Mapping[str, Any] | None:
         """Return the 4-bit settings that apply to a tensor; None for none.
 
-        They never apply to a tensor that an adapter replaces.
+        They never apply to a tensor that an adapter replaces, nor to one that is stored in 4 bits:
+        these are the bits that training used.
         """
         quantization = self.settings.quantization
-        if quantization is None or op.input != self.settings.base:
+        if quantization is None or op.input != BASE or op.packed is not None:
             return None
         # The 4-bit loader also quantises GPT-2's Conv1D layers, transposed.
         module, _, leaf = slot.live.rpartition(".")
@@ -246,22 +351,16 @@ class _Merging:
         return quantization if op.terms or quantization.get("base") == "dequantized" else None
 
 
-def carry(term: Term, slot: Slot, operands: Mapping[str, TensorLike]) -> Term:
-    """Return the term of a live tensor for its part on disk.
+def carry(term: Term, slot: Slot, tensors: Mapping[str, TensorLike]) -> Term:
+    """Return the term of a live tensor for the part of it that `slot` describes.
 
-    Args:
-        term: term of the live tensor.
-        slot: position of the tensor on disk in the live tensor.
-        operands: adapter tensors by their names in terms.
-
-    Raises:
-        ValueError: there is no such term, because the arithmetic needs more than the part.
+    `tensors` are those of the adapters by their names in terms. Raises ValueError if there is no
+    such term, because the arithmetic needs more than the part.
     """
     if slot.is_all:
         return _turned(term) if slot.transpose else term
     if not isinstance(term, LowRank | Dora):
-        kind = "a bias" if isinstance(term, Add) else "trained rows"
-        raise ValueError(f"{slot.live}: {kind} on a tensor that is stored in parts")
+        raise ValueError(f"{slot.live}: trained rows of a tensor that is stored in parts")
     expert, row = _row(slot)
     if isinstance(term, Dora):
         if expert or term.transpose or slot.transpose:
@@ -270,7 +369,7 @@ def carry(term: Term, slot: Slot, operands: Mapping[str, TensorLike]) -> Term:
             )
         return replace(term, out_start=term.out_start + row)
     if term.experts > 1:
-        term = term.of_expert(expert, operands[term.a].shape[0])
+        term = term.of_expert(expert, tensors[term.a].shape[0])
     elif expert:
         raise ValueError(f"{slot.live}: a stack of experts, but {term.a} is for one matrix")
     if not slot.transpose:

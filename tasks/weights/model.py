@@ -8,7 +8,7 @@ The class is built on the meta device, and transformers' own conversion (`mappin
 names to keys on disk, so names and shapes are those of the library that loads the checkpoint.
 Families in the table below have the same names on disk and in memory; for them config.json is
 enough, which takes microseconds instead of seconds. Call `model_facts` through
-`tasks.weights.execute.worker`, where a warm process can answer.
+a `Perform`, where a warm process can answer.
 """
 
 from __future__ import annotations

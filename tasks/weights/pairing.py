@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 from tasks.core.contract import TensorLike, describe
 from tasks.weights.files.dtypes import is_float
-from tasks.weights.files.names import EXPERT, PEFT_PREFIX
+from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.lora_config import AdapterConfig, ends_with, targeted_modules
 from tasks.weights.mapping import Shape, Slot
-from tasks.weights.model import CONV1D, CONVOLUTION, EMBEDDING, LINEAR, OTHER, Model
-from tasks.weights.plan import Add, Dora, LowRank, Rows, Term
+from tasks.weights.model import CONV1D, EMBEDDING, LINEAR, OTHER, Model
+from tasks.weights.plan import Dora, LowRank, Rows, Term
 
 _FIRST = 3
 """Number of unexpected tensors to name if none of an adapter's tensors is expected."""
@@ -32,10 +32,7 @@ _COPIES = re.compile(
 """Infixes of the copies that peft stores beside the trained tensor of a wrapped embedding."""
 _TRAINING = re.compile(r"\.lora_(velora_embed|monteclora_sampler)(\.|$)")
 """Training state of VeLoRA and MonteCLoRA, stored beside a plain pair."""
-_NAMED = re.compile(
-    r"\.lora_(A|B|embedding_[AB]|magnitude_vector)\.(?!(weight|bias)$)[^.]+(\.weight)?$"
-)
-"""Keys of a live model, which contain the adapter's name."""
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?!\.dev)")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Pairing:
         self.pieces: list[Piece] = []
         self.wanted: dict[str, Shape] = {}
         self.findings: list[str] = []
-        modules = targeted_modules(self.config, model.modules, model.output_embedding)
+        modules = targeted_modules(config, model.modules, model.output_embedding)
         for module in modules:
             self._take_module(module)
         self._take_parameters()
@@ -71,8 +68,7 @@ class Pairing:
         self._take_biases(set(modules), saved)
         self._take_embeddings()
         # A wrapped layer may also store its weight as it was.
-        ways = [piece for piece in self.pieces if ".base_layer." not in piece.stored]
-        counts = Counter(piece.target for piece in ways)
+        counts = Counter(x.target for x in self.pieces if ".base_layer." not in x.stored)
         self.findings += [f"{name}: changed twice" for name in sorted(counts) if counts[name] > 1]
 
     @property
@@ -87,17 +83,14 @@ class Pairing:
     def _take_full(self, name: str, key: str, *, alone: bool) -> None:
         """Replace a live tensor by a full tensor of the file."""
         self.wanted[key] = self.shape(name) or ()
-        alone = alone and self._is_alone(name)
-        self.pieces.append(Piece(name, stored=key, alone=alone))
+        self.pieces.append(Piece(name, stored=key, alone=alone and self._is_alone(name)))
 
     def shape(self, name: str) -> Shape | None:
         """Return the shape of a live tensor; of a grown embedding, with the adapter's rows."""
         shape = self.model.parameters.get(name)
-        if shape is None:
-            return None
         module = name.removesuffix(".weight")
-        if module in (self.model.input_embedding, self.model.output_embedding):
-            for key in stored_keys(module):
+        if shape and module in (self.model.input_embedding, self.model.output_embedding):
+            for key in _stored_keys(module):
                 if key in self.file and len(self.file[key].shape) == 2:
                     return (self.file[key].shape[0], *shape[1:])
         return shape
@@ -110,14 +103,13 @@ class Pairing:
         return self._is_tied(name) and not self.config.tying
 
     def _take_module(self, module: str) -> None:
-        """Take the pair on a linear layer or an embedding, and the bias of its B (`lora_bias`)."""
+        """Take the pair on a linear layer or an embedding."""
         config, name, kind = self.config, f"{module}.weight", self.model.modules[module]
         shape = self.shape(name)
         if kind not in (LINEAR, CONV1D, EMBEDDING) or shape is None or len(shape) != 2:
-            what = "a convolution" if kind == CONVOLUTION else "no linear layer or embedding"
             self.findings.append(
-                f"{module}: targeted, but {what}, which cannot be merged here; merge the adapter "
-                "with peft's merge_and_unload, or train with it in exclude_modules"
+                f"{module}: targeted, but no linear layer or embedding: merge the adapter with "
+                "peft's merge_and_unload, or train with it in exclude_modules"
             )
             return
         prefix, rank, scale = PEFT_PREFIX + module, config.rank_of(module), config.scale_of(module)
@@ -137,29 +129,19 @@ class Pairing:
             shapes[magnitude] = (outer,)
             term = Dora(a, b, magnitude, scale, transpose=turned)
         self._take(name, shapes, term, alone=self._is_alone(name))
-        if config.lora_bias and f"{module}.bias" not in self.model.parameters:
-            self.findings.append(
-                f"{module}: lora_bias needs a layer with a bias, and this one has none: serve the "
-                "adapter unmerged with peft, or train without it"
-            )
-        elif config.lora_bias:
-            key = f"{prefix}.lora_B.bias"
-            self._take(f"{module}.bias", {key: (outer,)}, Add(key, scale), alone=False)
 
     def _take_parameters(self) -> None:
         """Take the pairs on single parameters (`target_parameters`).
 
         peft nests the wrappers of a module's parameters; the first parameter is innermost.
         """
-        config, by_module = self.config, dict[str, list[str]]()
+        by_module = dict[str, list[str]]()
         for name in self.model.parameters:
-            if ends_with(name, config.target_parameters):
+            if ends_with(name, self.config.target_parameters):
                 by_module.setdefault(name.rpartition(".")[0], []).append(name)
         for module, names in by_module.items():
-            if config.dora or config.lora_bias:
-                self.findings.append(
-                    f"{module}: target_parameters supports neither use_dora nor lora_bias"
-                )
+            if self.config.dora:
+                self.findings.append(f"{module}: target_parameters does not support use_dora")
                 continue
             for index, name in enumerate(names):
                 prefix = PEFT_PREFIX + module + ".base_layer" * (len(names) - 1 - index)
@@ -190,15 +172,14 @@ class Pairing:
         if rows != columns and shapes:
             return shapes == [(rank, rows), (columns, rank)]
         is_transposed = module in self.model.transposed
-        recorded = self.config.peft_version
-        match = _VERSION.match(recorded)
+        match = _VERSION.match(self.config.peft_version)
         version = tuple(map(int, match.groups())) if match else (0, 0, 0)
         if rows == columns and not is_transposed and version < (0, 19, 1):
             self.findings.append(
                 f"{name}: peft before 0.19.1 lays out the factors of this square parameter "
-                f"differently, and adapter_config.json records {recorded or 'no version'}: if a "
-                'newer peft trained it, write "peft_version": "0.19.1" into it; else load and save '
-                "it with the current peft"
+                "differently, and adapter_config.json records "
+                f"{self.config.peft_version or 'no version'}: if a newer peft trained it, write "
+                '"peft_version": "0.19.1" into it; else load and save it with the current peft'
             )
         return is_transposed
 
@@ -222,30 +203,24 @@ class Pairing:
                 if module and module.endswith(suffix):
                     rows_of[module] = rows
         if config.token_indices and not rows_of:
-            self.findings.append(
-                f"trainable_token_indices: the model has no {sorted(config.token_indices)}"
-            )
+            names = sorted(config.token_indices)
+            self.findings.append(f"trainable_token_indices: the model has no {names}")
         embedding = rows_of.get(model.input_embedding)
         together = all(rows == embedding for rows in rows_of.values()) or config.tying
         for module, indices in rows_of.items():
             name = f"{module}.weight"
             shape = self.shape(name)
-            if shape is None:
-                self.findings.append(
-                    f"{module}: named in trainable_token_indices, but not an embedding"
-                )
+            if shape is None or len(shape) != 2:
+                self.findings.append(f"{module}: in trainable_token_indices, but not an embedding")
                 continue
             tied = f"{model.input_embedding}.weight" in model.partners(name)
             if tied and module != model.input_embedding and indices == embedding:
                 continue  # the rows of a tied tensor are stored once, with the input embedding
-            outside = [row for row in indices if row >= shape[0]]
-            if outside:
-                self.findings.append(
-                    f"{module}: trained token {outside[0]} is outside its {shape[0]} rows"
-                )
+            if outside := [row for row in indices if row >= shape[0]]:
+                self.findings.append(f"{module}: token {outside[0]} is outside its {shape[0]} rows")
             key = f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
             alone = self._is_tied(name) and not together
-            self._take(name, {key: (len(indices), *shape[1:2])}, Rows(key, indices), alone=alone)
+            self._take(name, {key: (len(indices), shape[1])}, Rows(key, indices), alone=alone)
 
     def _take_biases(self, modules: Collection[str], saved: Collection[str]) -> None:
         """Take every bias that was trained itself (`bias` "all" or "lora_only")."""
@@ -266,11 +241,11 @@ class Pairing:
         model, seen = self.model, set[str]()
         modules = (model.input_embedding, model.output_embedding)
         known = {piece.stored for piece in self.pieces}
-        trained = {module for module in modules if known & set(stored_keys(module))}
+        trained = {module for module in modules if known & set(_stored_keys(module))}
         shared = {name for module in trained for name in model.partners(f"{module}.weight")}
         for module in modules:
             name = f"{module}.weight"
-            keys = [key for key in stored_keys(module) if key in self.file]
+            keys = [key for key in _stored_keys(module) if key in self.file]
             if name not in model.parameters or not keys or module in trained:
                 continue
             if name in shared:  # tied to a trained module: a copy, or its value before training
@@ -293,19 +268,15 @@ class Pairing:
             problems = [f"the adapter matches nothing: {reason}", *problems[:1]]
             unexpected = unexpected[:_FIRST]
         elif present < len(wanted):
-            count = f"{present} of the {len(wanted)} tensors it needs"
-            problems.insert(0, f"the adapter has only {count}")
-        return problems + [f"{key}: unexpected{self._hint(key)}" for key in unexpected]
+            problems.insert(0, f"the adapter has only {present} of {len(wanted)} needed tensors")
+        return problems + [f"{key}: unexpected" for key in unexpected]
 
     def _misfit(self, key: str) -> str:
         tensor, shape = self.file.get(key), self.wanted[key]
         if tensor is None:
             return "missing"
         if 0 in tensor.shape or not tensor.shape:
-            return (
-                f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 or FSDP without "
-                "gathering it first"
-            )
+            return f"is {list(tensor.shape)}: saved under ZeRO-3 or FSDP without gathering it first"
         if tuple(tensor.shape) != shape:
             return f"is {list(tensor.shape)}, the model and the rank need {list(shape)}"
         if not is_float(tensor.dtype):
@@ -321,10 +292,7 @@ class Pairing:
         return {key: copy for key, copy in copies.items() if copy[0]}
 
     def _copy(self, key: str) -> tuple[str, str]:
-        """Return why a tensor may be left out ("" if it may not), and the tensor that it repeats.
-
-        The second is "" if the bytes do not matter.
-        """
+        """Return why a tensor may be left out, and the tensor that it repeats; "" for none."""
         if _TRAINING.search(key):
             return "training state, which a merged model does not need", ""
         plain = _COPIES.sub(".", key)
@@ -334,29 +302,11 @@ class Pairing:
         for alias, holder in self.model.ties.items():
             partners = self.model.partners(alias)
             for piece in self.pieces:
-                if piece.target in partners and not piece.alone:
-                    tied = _tied_keys(alias, piece)
-                    if key in tied or plain in tied:
-                        original = "" if ".original_module." in key else piece.stored
-                        return f"tied to {holder}, which is stored too", original
+                shared = piece.target in partners and not piece.alone
+                if shared and {key, plain} & set(_tied_keys(alias, piece)):
+                    original = "" if ".original_module." in key else piece.stored
+                    return f"tied to {holder}, which is stored too", original
         return "", ""
-
-    def _hint(self, key: str) -> str:
-        """Return a hint on a key that nothing takes; "" for none."""
-        if not key.startswith(PEFT_PREFIX):
-            return f": keys of an adapter start with {PEFT_PREFIX}"
-        if _NAMED.search(key):
-            return ": it contains an adapter's name: save it with save_pretrained, which removes it"
-        keys = (*self.model.parameters, *(slot.key for slot in self.model.slots))
-        if EXPERT.search(key) and not any(map(EXPERT.search, keys)):
-            return (
-                ": the adapter has separate experts, as in transformers 4, and the base stores "
-                "them fused: use a base that stores them separately, as published ones do"
-            )
-        return ""
-
-
-_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?!\.dev)")
 
 
 def pair_by_names(
@@ -368,14 +318,14 @@ def pair_by_names(
     """
     pairing = Pairing(config, model, file)
     if pairing.unmatched and any(slot.key not in model.parameters for slot in model.slots):
-        older = Pairing(config, by_disk_names(model), file)
+        older = Pairing(config, _by_disk_names(model), file)
         if older.unmatched < pairing.unmatched:
             names = renamed_keys(model)
             return older, [replace(x, target=names.get(x.target, x.target)) for x in older.pieces]
     return pairing, pairing.pieces
 
 
-def stored_keys(module: str) -> tuple[str, ...]:
+def _stored_keys(module: str) -> tuple[str, ...]:
     """Return the keys under which peft may store a full embedding."""
     infixes = ("", "base_layer.", "token_adapter.base_layer.")
     return tuple(f"{PEFT_PREFIX}{module}.{infix}weight" for infix in infixes)
@@ -385,7 +335,7 @@ def _tied_keys(name: str, piece: Piece) -> tuple[str, ...]:
     """Return the keys under which peft stores a piece again, for another name of a tied tensor."""
     module = name.removesuffix(".weight")
     if piece.stored:
-        return stored_keys(module)
+        return _stored_keys(module)
     if isinstance(piece.term, Rows):
         return (f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta",)
     return tuple(f"{PEFT_PREFIX}{module}.lora_{half}.weight" for half in "AB")
@@ -402,7 +352,7 @@ def renamed_keys(model: Model) -> dict[str, str]:
     }
 
 
-def by_disk_names(model: Model) -> Model:
+def _by_disk_names(model: Model) -> Model:
     """Describe the model by the names of its checkpoint, with every matrix as a linear layer.
 
     transformers 5 fuses the experts of a layer into one tensor while it loads. transformers 4 had
@@ -419,16 +369,19 @@ def by_disk_names(model: Model) -> Model:
     parameters = {name: model.parameters[now] for name, now in kept.items()}
     parameters |= {slot.key: slot.shape for slot in parts}
     modules: dict[str, str] = {}
+    transposed = set()
     for name, shape in parameters.items():
-        module = name.rpartition(".")[0]
+        module, now = name.rpartition(".")[0], kept.get(name, "").rpartition(".")[0]
         parents = module.split(".")[:-1]
         for depth in range(1, len(parents) + 1):
             modules.setdefault(".".join(parents[:depth]), OTHER)
-        kind = model.modules.get(kept.get(name, "").rpartition(".")[0], OTHER)
+        kind = model.modules.get(now, OTHER)
         if kind == OTHER and name.endswith(".weight") and len(shape) == 2:
             kind = LINEAR
         if modules.get(module, OTHER) == OTHER:
             modules[module] = kind
+        if now in model.transposed:
+            transposed.add(module)
 
     def renamed(module: str) -> str:
         return names.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
@@ -437,11 +390,7 @@ def by_disk_names(model: Model) -> Model:
         parameters,
         modules,
         ties={names.get(alias, alias): names.get(to, to) for alias, to in model.ties.items()},
-        transposed=frozenset(
-            name.rpartition(".")[0]
-            for name, now in kept.items()
-            if now.rpartition(".")[0] in model.transposed
-        ),
+        transposed=frozenset(transposed),
         input_embedding=renamed(model.input_embedding),
         output_embedding=renamed(model.output_embedding),
     )

@@ -1,23 +1,27 @@
-"""Prove a merge by any tool from the files alone: every tensor is `base + scale * B A`.
+"""Prove a merge from the files alone: every tensor is `base + scale * B A`.
 
-    plan = planned(base, adapter)                  # of the merge of two folders
-    proof = prove_merge(plan.plan, plan.sources, merged)
+    results = recompute(plan, sources, merged)              # a merge of ours: sampled rows, in fp64
+    require([recomputed_check(results)], stage="merge")
+
+    made = planned(base, adapter)                           # a merge by any tool: all rows
+    proof = prove_merge(made.plan, made.sources, merged, tied=made.tied)
     proof.ok, proof.faults[0].name, proof.faults[0].state
 
 Model outputs cannot show a small fault: after five steps an adapter hardly changes a
 log-probability, and a module that was left out changes none. So values are read back and compared
-with those that `expected` computes with numpy: it shares no arithmetic with `execute`.
+with those that `expected` computes with numpy: it shares no arithmetic with `compute`.
 
-Other tools round the product, the sum, sometimes the base before it: an element may be off by one
-unit in the last place (ulp) of the coarsest dtype involved. Errors within that bound have no
-direction, so the factor by which the change was added is 1 up to their noise: a scale that is wrong
-by a percent moves that factor.
+A merge of ours adds in fp32 and rounds once, in a way that is known: an element is wrong if it is
+not the rounding of a number within fp32's error of the exact sum. Other tools round the product,
+the sum, sometimes the base before it: an element may be off by one unit in the last place (ulp) of
+the coarsest dtype involved. Errors within that bound have no direction, so the factor by which the
+change was added is 1 up to their noise: a scale that is wrong by a percent moves that factor.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -26,41 +30,141 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.weights.execute.worker import Perform, perform
-from tasks.weights.expected import BASE, Array, Values, base_of, blocks, comparable
+from tasks.core.contract import Check
+from tasks.weights.expected import (
+    Array,
+    Block,
+    Values,
+    base_of,
+    blocks,
+    comparable,
+    random_parts,
+    round_with,
+    small,
+)
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.dtypes import (
-    DTYPE_NAMES,
-    MANTISSA,
-    NUMPY,
-    rounded,
-    ulp,
-)
+from tasks.weights.files.dtypes import DTYPE_NAMES, MANTISSA, NUMPY, rounded, torch_dtype, ulp
 from tasks.weights.files.tensors import Sources, Tensors
-from tasks.weights.head_plans import merged_reward
 from tasks.weights.heads import detect, read_folder
-from tasks.weights.lora import changes, read_adapter
-from tasks.weights.merge import MergeSettings, plan_merge
-from tasks.weights.model import Model, model_facts
-from tasks.weights.plan import (
-    Dora,
-    Op,
-    Plan,
-    needs_all_rows,
-)
+from tasks.weights.lora import read_adapter
+from tasks.weights.merge import BASE, Reward, plan_adapters
+from tasks.weights.perform import Perform, perform
+from tasks.weights.plan import Dora, Op, Plan, Planned, matrix_shape, needs_all_rows
 from tasks.weights.quantized.packed import LEVELS
-from tasks.weights.quantized.source import decoding, open_model
+from tasks.weights.rounding import GRIDS
+
+_HINT = "merge again: force=[merge]; if it fails again, suspect the disk or the memory"
+_UNIT = 2.0**-24
+"""Largest relative error of one rounding in fp32."""
+
+
+# A merge of ours.
 
 
 @dataclass(frozen=True)
-class Planned:
-    """Plan of a merge and its inputs."""
+class Recomputed:
+    """Result of the recomputation of one tensor."""
 
-    plan: Plan
-    sources: Sources
-    # keys that a merged checkpoint may hold or not -> keys that hold the same tensor
-    tied: Mapping[str, str]
-    live: Model | None = None  # the model in memory; None for a reward model
+    name: str
+    elements: int = 0
+    wrong: int = 0  # elements that differ from base plus adapter by more than rounding
+    skipped: str = ""  # reason why it was not recomputed
+
+
+def recompute(plan: Plan, sources: Sources, merged: Tensors) -> list[Recomputed]:
+    """Recompute sampled rows of every tensor of a merge of ours, in fp64."""
+    return [_recomputed(op, sources, merged) for op in plan.ops]
+
+
+def recomputed_check(results: Sequence[Recomputed]) -> Check:
+    """Return one check for all tensors; it names the first that are wrong."""
+    wrong = [f"{r.name} ({r.wrong} of {r.elements})" for r in results if r.wrong]
+    skipped = [result for result in results if result.skipped]
+    text = f"{sum(r.elements for r in results)} elements of {len(results)} tensors are"
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        text = f"{len(wrong)} of {len(results)} tensors are not: {', '.join(wrong[:3])}{more}"
+    if skipped:
+        text += f"; {len(skipped)} not recomputed: {skipped[0].name}, {skipped[0].skipped}"
+    expected = "base + scale * B A, rounded once"
+    return Check("sampled rows", expected, text, ok=not wrong, hint=_HINT)
+
+
+def _recomputed(op: Op, sources: Sources, merged: Tensors) -> Recomputed:
+    reason = comparable(op, sources)
+    if not reason and op.dtype not in NUMPY:
+        reason = f"written as {op.dtype}"
+    if reason:
+        return Recomputed(op.name, skipped=reason)
+    elements, wrong = 0, 0
+    with Values(merged, op.name, op.dtype, op.shape) as written:
+        read = _rows_as_trained(op, sources)
+        for block in blocks(op, sources, np.float64, sampled=True, read=read):
+            values = written.rows(block.first, block.first + len(block.base))
+            low, high = _rounded_range(op, block)
+            wrong += int(np.count_nonzero(~((low <= values) & (values <= high))))
+            elements += values.size
+    return Recomputed(op.name, elements, wrong)
+
+
+def _rounded_range(op: Op, block: Block) -> tuple[Array, Array]:
+    """Return the smallest and the largest right value of each element of a merge of ours."""
+    exact, slack = block.base + block.change, _fp32_error(block, changed=bool(op.terms))
+    edges = exact - slack, exact + slack
+    low, high = (_nearest(edge, op.dtype) for edge in edges)
+    if op.unbiased and op.dtype in GRIDS:
+        parts = random_parts(op.name, block.first, *exact.shape)
+        down, up = (round_with(edge, parts, op.dtype) for edge in edges)
+        # A replaced tensor has no base to compare with: every element is rounded without bias.
+        size = np.abs(block.change)
+        sure = small(size + slack, block.base, op.dtype) | (not op.terms)
+        maybe = small(size - slack, block.base, op.dtype) | (not op.terms)
+        low, high = (
+            np.where(sure, own, np.where(maybe, pick(own, near), near))
+            for own, near, pick in ((down, low, np.minimum), (up, high, np.maximum))
+        )
+    return low, high
+
+
+def _fp32_error(block: Block, *, changed: bool) -> Array:
+    """Return a bound of the rounding error of an fp32 merge, before its last rounding."""
+    values = block.base + block.change
+    error = 2 * _UNIT * np.abs(block.base)
+    if block.stretch is not None:
+        # Norms in fp32 sum squares in any order.
+        sums = 8 + sqrt(values.size / block.stretch.size)
+        error = error * np.abs(block.stretch) + sums * _UNIT * np.abs(values)
+    error = error + block.roundings * _UNIT * block.size
+    return error + 2 * _UNIT * np.abs(values) if changed else error
+
+
+def _nearest(values: Array, dtype: str) -> Array:
+    """Round to fp32 and then to a dtype, as a merge does; monotone."""
+    with np.errstate(over="ignore"):
+        wide = values.astype(np.float32)
+    return rounded(wide, dtype)
+
+
+def _rows_as_trained(op: Op, sources: Sources) -> Callable[[int, int], Array] | None:
+    """Return a reader of rows of the base as QLoRA training quantized it; None for the stored."""
+    how = op.quantization
+    if how is None or how["base"] != "dequantized":
+        return None
+    import torch
+
+    from tasks.weights.quantized.nf4 import RowsAsTrained, as_trained
+
+    with base_of(op, sources) as stored:
+        values = torch.from_numpy(stored.rows(0, matrix_shape(op.shape)[0]))
+    loaded = values.to(torch_dtype(DTYPE_NAMES[how["loaded_dtype"]]))
+    if how.get("turned"):  # `RowsAsTrained` does not support it
+        matrix = as_trained(loaded, how)
+        return lambda first, end: matrix[first:end].float().numpy()
+    rows = RowsAsTrained(loaded, how)
+    return lambda first, end: rows.rows(first, end).float().numpy()
+
+
+# A merge by any tool.
 
 
 def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned:
@@ -70,19 +174,16 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
         ContractError: base and adapter do not fit; names every problem.
         ArtifactError: a file cannot be read.
     """
-    folder = read_folder(adapter)
-    read, model = read_adapter(adapter, beside=folder.beside), open_model(base)
-    if detect(folder).is_of_reward:
-        config, settings = read_json(base / "config.json"), MergeSettings(base=BASE)
-        merge = merged_reward(read, model, config, settings, dtype="bfloat16", perform=perform)
-        return Planned(decoding(merge.plan, merge.sources), merge.sources, {})
-    disk = {key: tuple(info.shape) for key, info in model.items()}
-    facts = perform(model_facts, base, "bfloat16", disk)
-    infos = {f"{read.name}:{key}": info for key, info in read.tensors.items()}
-    plan = plan_merge(model, facts, changes([(read, 1.0)], facts), infos)
-    sources = {BASE: model, read.name: read.tensors}
-    tied = {key: to for key, to in facts.tied.items() if key not in plan.untied}
-    return Planned(decoding(plan, sources), sources, tied, facts)
+    folder, config = read_folder(adapter), read_json(base / "config.json")
+    return plan_adapters(
+        [(read_adapter(adapter, beside=folder.beside), 1.0)],
+        base,
+        config,
+        model_dtype="bfloat16",
+        reward=Reward() if detect(folder).is_of_reward else None,
+        values=False,
+        perform=perform,
+    )
 
 
 class State(StrEnum):
@@ -158,25 +259,6 @@ class Sums:
             abs(left) <= SCALE_MARGIN + SIGMAS * noise for left, noise in self.left(scale)
         )
 
-    def add(
-        self,
-        base: Array,
-        exact: Array,
-        change: Array,
-        merged: Array,
-        nearest: Array,
-        near: Array,
-    ) -> None:
-        """Add the sums of one block; `change` is the exact one times the factor of a mistake."""
-        gained = np.nan_to_num(merged - base)
-        self.update += float(np.vdot(exact, exact))
-        self.kept += float(np.vdot(gained, exact))
-        self.scatter += float(np.square((gained - change) * exact).sum())
-        moved, error = nearest - near, np.nan_to_num(merged - nearest)
-        self.energy += float(np.vdot(moved, moved))
-        self.error += float(np.vdot(error, moved))
-        self.spread += float(np.square(error * moved).sum())
-
     def __add__(self, other: Sums) -> Sums:
         names = [each.name for each in fields(self) if each.name != "same"]
         added = {name: getattr(self, name) + getattr(other, name) for name in names}
@@ -231,14 +313,8 @@ def prove_merge(
 ) -> Proof:
     """Compare a merged model with the plan of its merge, by values and not bytes.
 
-    Accepts the base as stored, and quantised to 4 bits and dequantised.
-
-    Args:
-        plan: plan of the merge, from `planned`, `plan_merge` or a merge's manifest.
-        sources: inputs of the plan by name.
-
-    Raises:
-        ArtifactError: a file cannot be read.
+    Accepts the base as stored, and quantised to 4 bits and dequantised. `tied` is that of
+    `Planned`. Raises ArtifactError if a file cannot be read.
     """
     tied = dict(tied or {})
     ops = {op.name: op for op in plan.ops}
@@ -323,12 +399,12 @@ def _common_rows(op: Op, shape: Sequence[int]) -> int:
 
 
 def _same_bytes(op: Op, sources: Sources, merged: Tensors) -> bool:
-    dtype = merged[op.name].dtype
-    if op.packed is not None or op.transpose or dtype != op.source_dtype:
+    tensor = merged[op.name]
+    if op.packed is not None or op.transpose or tensor.dtype != op.source_dtype:
         return False
     with (
         base_of(op, sources) as base,
-        Values(merged, op.name, dtype, merged[op.name].shape) as values,
+        Values(merged, op.name, tensor.dtype, tensor.shape) as values,
     ):
         return np.array_equal(base.raw(), values.raw())
 
@@ -349,27 +425,29 @@ def compare(
         scale: factor on the change; 1 for a right merge.
         packed: True to compare with a base that was quantised to 4 bits and dequantised.
     """
-    how, touched, exact = op.quantization or {}, bool(op.terms), scale == 1.0 and not packed
-    kind, turned = how.get("type", "nf4"), bool(how.get("turned"))
+    touched, exact = bool(op.terms), scale == 1.0 and not packed
     stored = op.source_dtype if op.packed is None else DTYPE_NAMES.get(op.packed["dtype"], "F32")
     narrowed = MANTISSA[merged.grid] < MANTISSA[stored]
     coarse = merged.grid if narrowed else stored
     sums = Sums()
-    for block in blocks(op, sources, whole=packed and turned):
+    for block in blocks(op, sources):
         base, change = block.base, block.change * np.float32(scale)
         values = merged.rows(block.first, block.first + len(base))
         if packed:
-            rest = values - change
-            base = _through_4_bits(base.T, rest.T, kind).T if turned else (
-                _through_4_bits(base, rest, kind)
-            )  # fmt: skip
-            base = rounded(base, coarse)
+            base = rounded(_through_nf4(base, values - change), coarse)
         near = rounded(base, merged.grid) if narrowed else base
         nearest = rounded(base + change, merged.grid) if touched else near
         sums.elements += values.size
         sums.same = sums.same and np.array_equal(values, near)
         if touched:
-            sums.add(base, block.change, change, values, nearest, near)
+            gained = np.nan_to_num(values - base)
+            sums.update += float(np.vdot(block.change, block.change))
+            sums.kept += float(np.vdot(gained, block.change))
+            sums.scatter += float(np.square((gained - change) * block.change).sum())
+            moved, error = nearest - near, np.nan_to_num(values - nearest)
+            sums.energy += float(np.vdot(moved, moved))
+            sums.error += float(np.vdot(error, moved))
+            sums.spread += float(np.square(error * moved).sum())
         wanted = nearest if exact or not touched else base + change
         at = ~(values == wanted)
         if at.any():
@@ -385,13 +463,13 @@ def compare(
     return sums
 
 
-def _through_4_bits(base: Array, rest: Array, kind: str) -> Array:
-    """Return the base quantised to 4 bits and dequantised.
+def _through_nf4(base: Array, rest: Array) -> Array:
+    """Return the base quantised to NF4 and dequantised.
 
     The scale of each 4-bit block is fitted to `rest`, the merged values without the change: double
     quantisation rounds it to 8 bits.
     """
-    levels = np.array(sorted(LEVELS[kind]), np.float32)
+    levels = np.array(sorted(LEVELS["nf4"]), np.float32)
     shape = base.shape
     base, rest = base.reshape(-1, _PACKED), rest.reshape(-1, _PACKED)
     peak = np.abs(base).max(axis=1, keepdims=True)

@@ -18,7 +18,7 @@ leading axes flattened:
 
 The magnitude of the fp32 sum is rounded up if its remainder, as a part of a step, is at least
 1 - r / 65536. A number that would become infinite is rounded to nearest. `native/fold.c` and
-`proof/unbiased.py` are independent implementations.
+`expected.py` are independent implementations.
 """
 
 from __future__ import annotations

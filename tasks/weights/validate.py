@@ -10,48 +10,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import prod
-from pathlib import Path
 
-from tasks.core.contract import TensorLike, describe
+from tasks.core.contract import describe
 from tasks.core.errors import ContractError, first_and_more
-from tasks.weights.execute.writer import require_space
 from tasks.weights.files.dtypes import ITEM_BITS, is_float
-from tasks.weights.files.tensors import Sources, Tensors, find
-from tasks.weights.plan import (
-    Op,
-    Plan,
-    Shape,
-    operands,
-)
+from tasks.weights.files.tensors import Sources, Tensor, find
+from tasks.weights.plan import Op, Plan, operands
 
 _SHOWN = 50
 _FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 
 
-def validate(plan: Plan, sources: Sources, *, out: Path | None = None) -> None:
-    """Check a plan against its inputs, headers only.
-
-    Args:
-        plan: the plan.
-        sources: the inputs by the names that the plan uses.
-        out: output folder, to check its free space too.
+def validate(plan: Plan, sources: Sources) -> None:
+    """Check a plan against its inputs by the names that the plan uses, headers only.
 
     Raises:
         ContractError: lists every finding: input tensors that are missing, of another dtype, too
             short, used twice or unused; output names planned twice; casts between dtypes that
             cannot be cast; empty tensors.
-        ArtifactError: the disk has too little space.
     """
-    findings = list(plan_findings(plan, sources))
-    if findings:
-        hidden = len(findings) - _SHOWN
-        more = [f"... and {hidden} more"] if hidden > 0 else []
+    if findings := list(plan_findings(plan, sources)):
         raise ContractError(
-            f"plan does not fit its inputs: {first_and_more(findings)}",
-            details=[*findings[:_SHOWN], *more],
+            f"plan does not fit its inputs: {first_and_more(findings)}", details=findings[:_SHOWN]
         )
-    if out is not None:
-        require_space(out, plan.nbytes)
 
 
 def plan_findings(plan: Plan, sources: Sources) -> Iterator[str]:
@@ -77,18 +58,17 @@ def _coverage_findings(plan: Plan, sources: Sources) -> Iterator[str]:
         if op.encoding is None or op.encoding.part == "weight":  # scales have the same source
             used.setdefault(op.source, []).append((op.start, op.start + prod(op.shape), op.name))
     used_by_terms = {name for op in plan.ops for term in op.terms for name in operands(term)}
-    dropped = Counter(entry.source for entry in plan.dropped)
-    for name, count in dropped.items():
+    for name in plan.dropped:
         if isinstance(find(name, sources), str):
             yield f"{name}: to be dropped, but it is in no input"
-        elif count > 1 or name in used or name in used_by_terms:
-            yield f"{name}: to be dropped, but also used or dropped elsewhere"
+        elif name in used or name in used_by_terms:
+            yield f"{name}: to be dropped, but also used"
     for input_name, source in sources.items():
         for key, info in source.items():
             name = f"{input_name}:{key}"
             if name in used:
                 yield from _part_findings(name, prod(info.shape), used[name])
-            elif name not in used_by_terms and name not in dropped:
+            elif name not in used_by_terms and name not in plan.dropped:
                 yield f"{name}: {describe(info.shape, info.dtype)} is used by nothing"
 
 
@@ -127,7 +107,7 @@ def _op_findings(op: Op, sources: Sources) -> Iterator[str]:
     if tensor.dtype != op.source_dtype:
         yield f"{op.source} is {tensor.dtype}, planned as {op.source_dtype}"
     else:
-        yield from _extent_findings(op, tensor, sources[op.input])
+        yield from _extent_findings(op, tensor)
     cast = op.dtype != op.source_dtype and op.encoding is None
     if cast and not {op.dtype, op.source_dtype} <= _FLOATS:
         yield f"{op.source_dtype} cannot be cast to {op.dtype}"
@@ -135,22 +115,19 @@ def _op_findings(op: Op, sources: Sources) -> Iterator[str]:
         yield f"{op.dtype} is not a float dtype, so nothing can be added to it"
 
 
-def _extent_findings(op: Op, tensor: TensorLike, source: Tensors) -> Iterator[str]:
+def _extent_findings(op: Op, tensor: Tensor) -> Iterator[str]:
     size, wanted = prod(tensor.shape), op.start + prod(op.read_shape)
+    stored = describe(tensor.shape, tensor.dtype)
     if op.start < 0 or wanted > size:
         text = f"elements {op.start} to {wanted}" if op.start else describe(op.shape, op.dtype)
-        yield f"needs {text}, {op.source} is {describe(tensor.shape, tensor.dtype)}"
-    elif op.start == 0 and wanted == size and not _same_shape(op, tuple(tensor.shape)):
-        yield f"must be {list(op.shape)}, {op.source} is {list(tensor.shape)}"
-    nbytes = sum(extent.nbytes for extent in source[op.key].extents)
+        yield f"needs {text}, {op.source} is {stored}"
+    elif op.start == 0 and wanted == size:
+        read = op.read_shape
+        read = (*read[:-2], read[-1], read[-2]) if op.transpose else read
+        # A leading axis may be split or merged.
+        split = {len(read), len(tensor.shape)} == {2, 3} and read[-1] == tensor.shape[-1]
+        if read != tuple(tensor.shape) and not split:
+            yield f"must be {list(op.shape)}, {op.source} is {list(tensor.shape)}"
     # The files of a packed matrix hold 4 bits for an element, and scales.
-    if op.packed is None and nbytes != size * ITEM_BITS[tensor.dtype] // 8:
-        text = describe(tensor.shape, tensor.dtype)
-        yield f"{op.source}: {text}, but its files hold {nbytes} bytes"
-
-
-def _same_shape(op: Op, shape: Shape) -> bool:
-    """Return True if shapes are equal after `op.transpose`, or split or merge a leading axis."""
-    read = op.read_shape
-    wanted = (*read[:-2], read[-1], read[-2]) if op.transpose else read
-    return wanted == shape or ({len(wanted), len(shape)} == {2, 3} and wanted[-1] == shape[-1])
+    if op.packed is None and tensor.nbytes != size * ITEM_BITS[tensor.dtype] // 8:
+        yield f"{op.source}: {stored}, but its files hold {tensor.nbytes} bytes"

@@ -12,7 +12,7 @@ from tasks.core.errors import PlumblineError
 from tasks.delivery.examination import examine
 from tasks.delivery.plan import Request, Target, prepare
 from tasks.delivery.source import given_adapters
-from tasks.weights.execute.worker import perform
+from tasks.weights.perform import perform
 from tests.audit.corpus import Corpus
 from tests.audit.corpus.broken_models import BROKEN_MODELS
 from tests.audit.corpus.broken_served import BROKEN_SERVED

@@ -23,8 +23,8 @@ from tasks.rollout_base import write_rollout_base
 from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft
 from tasks.training.model.adapter import lora_config
-from tasks.weights.execute.worker import perform
 from tasks.weights.model import Model, facts_of
+from tasks.weights.perform import perform
 from tests.rl.peers import alone
 from tests.settings import Rollout, Settings
 from tests.tiny import tiny

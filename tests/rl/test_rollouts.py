@@ -13,7 +13,7 @@ import pytest
 from tasks.core.errors import StageProcessError
 from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.weights.execute.worker import perform
+from tasks.weights.perform import perform
 from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Loop, Settings
 from tests.training.conftest import make_tokenizer, save_base

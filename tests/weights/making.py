@@ -19,14 +19,15 @@ from safetensors.torch import load_file, save_file
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.evaluation.scoring import ModelRef
 from tasks.gather import gather
-from tasks.merge import merge, plan_adapters
+from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import StageReport
 from tasks.serving.reference import requests
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
-from tasks.weights.head_plans import Parted
 from tasks.weights.lora import read_adapter
+from tasks.weights.merge import plan_adapters
+from tasks.weights.plan import Planned
 from tasks.weights.quantized.nf4 import as_trained
 from tasks.weights.shards import rank_file
 from tests.tiny import tiny
@@ -282,7 +283,7 @@ def merged(out: Path, adapter: Path, base: Path, trained: Path, **options: Any) 
     return merge(out, adapter=adapter, base=base, trained=trained, **{**settings, **options})
 
 
-def planned(adapter: Path, base: Path, **settings: Any) -> Parted:
+def planned(adapter: Path, base: Path, **settings: Any) -> Planned:
     """Plan the merge that `merged` writes."""
     config = json.loads((base / "config.json").read_text())
     options = {"model_dtype": "bfloat16", "dtype": None, "max_shard_bytes": 5 * 10**9}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.files.reader import ADAPTER, read_checkpoint
 from tasks.weights.files.tensors import Tensors
-from tasks.weights.plan import Add, Dora, LowRank, Op, Plan, Rows
+from tasks.weights.plan import Dora, LowRank, Op, Plan, Rows
 
 WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
 SCALE = 1.7
@@ -41,7 +41,7 @@ def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
         "wide.A": draw(5, 1030).bfloat16(), "wide.B": draw(33, 5).bfloat16(),
         "tall.A": draw(4, 24), "tall.B": draw(1031, 4),
         "conv.A": draw(4, 24), "conv.B": draw(72, 4),
-        "bias.B": draw(33), "rows": draw(2, 24),
+        "rows": draw(2, 24),
         "dora.A": draw(4, 70), "dora.B": draw(33, 4), "dora.m": draw(33).abs(),
         "turned.A": draw(4, 24), "turned.B": draw(72, 4), "turned.m": draw(72).abs(),
         "stack.A": draw(6, 16), "stack.B": draw(24, 6),
@@ -92,7 +92,6 @@ def make_plan(*, max_shard_bytes: int | None = 40_000) -> Plan:
     ops["wide"] = changed("wide", pair("wide"))
     ops["tall"] = changed("tall", pair("tall"))
     ops["conv"] = changed("conv", pair("conv", transpose=True))
-    ops["bias"] = changed("bias", Add("adapter:bias.B", 0.5))
     ops["embed"] = changed("embed", Rows("adapter:rows", (0, 69)))
     for name in ("dora", "turned"):
         factors = (f"adapter:{name}.{part}" for part in ("A", "B", "m"))
@@ -118,7 +117,6 @@ def expected() -> dict[str, torch.Tensor]:
         change = (adapter[f"{name}.B"].float() @ adapter[f"{name}.A"].float()) * SCALE
         change = change.T if name == "conv" else change
         results[name] = (base[name].float() + change).bfloat16()
-    results["bias"] = (base["bias"].float() + adapter["bias.B"] * 0.5).bfloat16()
     results["embed"] = base["embed"].clone()
     results["embed"][[0, 69]] = adapter["rows"].bfloat16()
     for name, axis in (("dora", 1), ("turned", 0)):

@@ -18,15 +18,14 @@ from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError
 from tasks.weights import plan as plans
-from tasks.weights.execute import execute as executing
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.outcome import Executed
-from tasks.weights.execute.writer import Spec, shard_file
+from tasks.weights import write as writing
 from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.reader import read_checkpoint, read_header
 from tasks.weights.files.tensors import Tensors
-from tasks.weights.plan import Plan
+from tasks.weights.plan import Op, Plan
 from tasks.weights.validate import validate
+from tasks.weights.write import out_file, write
+from tasks.weights.written import Executed
 from tests.weights.making import state_of
 from tests.weights.plans import copied, expected, make_inputs, make_plan, tensors
 from tests.weights.rounding import rounded_alike
@@ -38,8 +37,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
 
 
 def _run(plan: Plan, inputs: dict[str, Tensors], out: Path, **settings) -> Executed:
-    validate(plan, inputs, out=out)
-    return execute(plan, inputs, out, **settings)
+    return write(plan, inputs, out, **settings)
 
 
 LOOSE = {"dora", "turned", "stack"}
@@ -78,7 +76,7 @@ def test_workers_and_blocks_change_no_byte(inputs, tmp_path, monkeypatch, shard)
     sums = []
     for workers, elements in ((1, 1 << 20), (5, 4096), (2, 300), (1, 1)):
         monkeypatch.setattr(plans, "ELEMENTS", elements)
-        monkeypatch.setattr(executing, "BLOCK", 16 * elements)
+        monkeypatch.setattr(writing, "BLOCK", 16 * elements)
         out = tmp_path / f"{workers} {elements}"
         out.mkdir()
         done = _run(make_plan(max_shard_bytes=shard), inputs, out, workers=workers)
@@ -136,7 +134,7 @@ def test_an_input_cut_short_between_plan_and_execution(inputs, out, tmp_path) ->
     validate(make_plan(), sources)
     os.truncate(folder / "model-00001-of-00002.safetensors", 2000)
     with pytest.raises(ArtifactError, match="model-00001-of-00002"):
-        execute(make_plan(), sources, out)
+        write(make_plan(), sources, out)
 
 
 KINDS = st.tuples(st.sampled_from(sorted(ITEM_BITS)), st.lists(st.integers(0, 5), max_size=3))
@@ -147,8 +145,8 @@ KINDS = st.tuples(st.sampled_from(sorted(ITEM_BITS)), st.lists(st.integers(0, 5)
 def test_safetensors_reads_a_planned_header(tmp_path_factory, kinds) -> None:
     from safetensors import safe_open
 
-    specs = [Spec(f"t{i}", tuple(shape), dtype) for i, (dtype, shape) in enumerate(kinds)]
-    planned = shard_file("model.safetensors", specs)
+    ops = [Op(f"t{i}", tuple(shape), dtype, "", dtype) for i, (dtype, shape) in enumerate(kinds)]
+    planned = out_file("model.safetensors", ops)
     path = tmp_path_factory.mktemp("planned") / planned.name
     path.write_bytes(planned.head + bytes(planned.size - len(planned.head)))
     tensors = read_header(path).tensors
@@ -156,5 +154,5 @@ def test_safetensors_reads_a_planned_header(tmp_path_factory, kinds) -> None:
     for name, start in planned.starts.items():
         assert start % (ITEM_BITS[tensors[name].dtype] // 8) == 0  # aligned to its own width
     with safe_open(path, framework="numpy") as file:
-        assert set(file.keys()) == {spec.name for spec in specs}
+        assert set(file.keys()) == {op.name for op in ops}
         assert file.metadata() == {"format": "pt"}

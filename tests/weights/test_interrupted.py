@@ -12,12 +12,11 @@ import pytest
 
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin, open_artifact, publish, staging, sweep, verify
-from tasks.weights.execute import writer
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.outcome import Executed
-from tasks.weights.execute.writer import lay_out
+from tasks.weights import write as writing
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.files.tensors import Tensors
+from tasks.weights.write import lay_out, write
+from tasks.weights.written import Executed
 from tests.weights.plans import make_inputs, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +30,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensors]:
 
 def _publish(inputs: dict[str, Tensors], final: Path) -> Executed:
     with staging(final) as work:
-        done = execute(make_plan(), inputs, work, workers=1)
+        done = write(make_plan(), inputs, work, workers=1)
         publish(work, final, ORIGIN, done.hashes)
     return done
 
@@ -75,9 +74,9 @@ def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     sources = {**inputs, "base": read_checkpoint(folder)}
-    files = [each.file.name for each in lay_out(make_plan(), sources)]
+    files = [each.name for each in lay_out(make_plan(), sources)]
     os.link(victim, out / files[0])
-    execute(make_plan(), sources, out)
+    write(make_plan(), sources, out)
     assert victim.read_bytes() == before
     assert (out / files[0]).stat().st_nlink == 1
 
@@ -90,7 +89,7 @@ def test_too_little_space_and_an_interruption_leave_nothing(inputs, tmp_path, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer.shutil, "disk_usage", lambda _: Usage)
+        patch.setattr(writing.shutil, "disk_usage", lambda _: Usage)
         with pytest.raises(ArtifactError, match="free"):
             _publish(inputs, tmp_path / "made")
     assert list(tmp_path.iterdir()) == []
@@ -106,8 +105,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 from tasks.pipeline.artifact import Origin, publish, staging
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.writer import lay_out
+from tasks.weights.write import write
+from tasks.weights.write import lay_out
 from tasks.weights.files.reader import read_checkpoint
 from tests.weights.plans import make_plan
 
@@ -123,7 +122,7 @@ def slow(*arguments):
 def make(final, pace):
     os.pwrite = pace
     with staging(final) as work:
-        done = execute(make_plan(), inputs, work, workers=2)
+        done = write(make_plan(), inputs, work, workers=2)
         publish(work, final, Origin("weights", "test", "made"), done.hashes)
 
 def forked(final):

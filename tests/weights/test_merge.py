@@ -19,7 +19,7 @@ from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.recompute import recompute, recomputed_check
+from tasks.weights.proof import recompute, recomputed_check
 from tests.weights.families.making import merged_as_trained, merged_by_peft
 from tests.weights.making import failed, measure_here, merged, planned, state_of
 

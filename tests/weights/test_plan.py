@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tasks.core.errors import ArtifactError, ContractError
-from tasks.weights.execute.writer import Spec, lay_out
 from tasks.weights.files.reader import files_of
 from tasks.weights.files.tensors import Tensors
-from tasks.weights.plan import Add, Dropped, LowRank, Op, Plan
+from tasks.weights.plan import LowRank, Plan, as_is
 from tasks.weights.shards import rank_file, read_partitions
 from tasks.weights.validate import plan_findings, validate
+from tasks.weights.write import lay_out
 from tests.weights.making import Spread, alter_ranks, write_shards
 from tests.weights.plans import make_inputs, make_plan
 
@@ -49,7 +49,7 @@ CHANGES: list[tuple[str, dict[str, object], str]] = [
     ("expert.1", {"start": 0}, "expert.0 and by expert.1"),
     ("expert.2", {"start": 600}, "elements 600 to 840"),
     ("wide", {"terms": ()}, "adapter:wide.A: BF16 [5, 1030]"),
-    ("ids", {"terms": (Add("adapter:bias.B", 1.0),)}, "ids: I64"),
+    ("ids", {"terms": (LowRank("adapter:tall.A", "adapter:tall.B", 1.0),)}, "ids: I64"),
     ("tall", {"terms": (LowRank("adapter:gone", "adapter:tall.B", 1.0),)}, "adapter has no gone"),
     ("tall", {"terms": (LowRank("base:ids", "adapter:tall.B", 1.0),)}, "base:ids: I64"),
 ]
@@ -77,19 +77,18 @@ def test_an_unused_tensor_has_to_be_dropped_for_a_reason(inputs) -> None:
     plan = make_plan()
     without = replace(plan, ops=tuple(op for op in plan.ops if op.name != "ids"))
     assert [line.partition(": ")[0] for line in _findings(without, inputs)] == ["base:ids"]
-    dropped = replace(without, dropped=(Dropped("base:ids", "a buffer"),))
+    dropped = replace(without, dropped={"base:ids": "a buffer"})
     assert _findings(dropped, inputs) == []
-    both = replace(plan, dropped=(Dropped("base:ids", "a buffer"),))
+    both = replace(plan, dropped={"base:ids": "a buffer"})
     assert [line.partition(": ")[0] for line in _findings(both, inputs)] == ["base:ids"]
-    gone = replace(plan, dropped=(Dropped("base:idss", "a buffer"),))
+    gone = replace(plan, dropped={"base:idss": "a buffer"})
     assert [line.partition(": ")[0] for line in _findings(gone, inputs)] == ["base:idss"]
 
 
 def test_a_file_is_linked_only_when_it_is_the_same_in_everything(inputs) -> None:
     second = "model-00002-of-00002.safetensors"
     sources, base = inputs, inputs["base"]
-    specs = [Spec(n, tuple(i.shape), i.dtype) for n, i in base.items()]
-    ops = [Op(s.name, s.shape, s.dtype, f"base:{s.name}", s.dtype) for s in specs]
+    ops = as_is(base, "base").ops
     tail = [op for op in ops if files_of(base)[op.name] == second]
     assert lay_out(Plan(tuple(tail)), sources)[0].link == base["norm"].extents[0].path
     assert lay_out(Plan(tuple(reversed(tail))), sources)[0].link is not None

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import PROFILES
 from tasks.merge import merge
-from tasks.weights.execute.worker import perform, write
 from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.perform import perform
 from tasks.weights.proof import Proof, State, planned, prove_merge
 from tasks.weights.quantized.nf4 import as_trained
 from tasks.weights.quantized.source import open_model
+from tasks.weights.write import write
 from tests.weights.adapters.making import save, train
 from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
 from tests.weights.making import NF4, copy_reference, failed, merged, state_of

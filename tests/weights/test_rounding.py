@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from tasks.weights import compute as folding
 from tasks.weights import native
-from tasks.weights.execute import lora_merge as folding
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.lora_merge import fold_term
-from tasks.weights.execute.outcome import Executed
+from tasks.weights.compute import _kernel_term
 from tasks.weights.expected import random_parts, round_with, small
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.native import Library, binding, library
 from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan import LowRank, Op, Plan
-from tasks.weights.recompute import recompute
+from tasks.weights.proof import recompute
 from tasks.weights.rounding import row_keys, unbiased
+from tasks.weights.write import write
+from tasks.weights.written import Executed
 from tests.weights.making import state_of
 from tests.weights.rounding import in_order, rounded_alike
 
@@ -74,7 +74,7 @@ def _sources(inputs: Path) -> dict:
 
 def _merge(inputs: Path, out: Path, plan: Plan, workers: int = 1) -> Executed:
     out.mkdir()
-    return execute(plan, _sources(inputs), out, workers=workers)
+    return write(plan, _sources(inputs), out, workers=workers)
 
 
 def test_the_bits_are_those_of_the_definition() -> None:
@@ -226,13 +226,13 @@ def test_execute_gives_the_same_bytes_with_kernel_and_torch(
 ) -> None:
     monkeypatch.setattr(folding, "MEMORY", slot)
     sources = _sources(inputs)
-    assert all(fold_term(op, sources) is not None for op in _plan(unbiased=unbiased).ops[:3])
+    assert all(_kernel_term(op, sources) is not None for op in _plan(unbiased=unbiased).ops[:3])
     done = {}
     for how in ("kernel", "torch"):
         if how == "torch":
             monkeypatch.setattr(folding, "library", lambda: None)
         (tmp_path / how).mkdir()
-        done[how] = execute(_plan(unbiased=unbiased), sources, tmp_path / how, workers=2)
+        done[how] = write(_plan(unbiased=unbiased), sources, tmp_path / how, workers=2)
     kernel, by_torch = done["kernel"], done["torch"]
     assert kernel.checksums == by_torch.checksums
     for name, written in by_torch.changed.items():

@@ -17,12 +17,13 @@ from tasks.audit.checks.values import has_values
 from tasks.audit.class_contract import perform_apart
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
-from tasks.weights.execute.worker import perform
 from tasks.weights.expected import blocks, comparable
 from tasks.weights.files.dtypes import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
 from tasks.weights.pairing import renamed_keys
-from tasks.weights.proof import Planned, Proof, State, Verdict, planned, prove_merge
+from tasks.weights.perform import perform
+from tasks.weights.plan import Planned
+from tasks.weights.proof import Proof, State, Verdict, planned, prove_merge
 
 _FAULTS = {
     # State of a tensor, and what it means
@@ -204,9 +205,9 @@ def no_merge(source: Source) -> Iterator[Fault]:
 def live_names(source: Source) -> Iterator[Fault]:
     """Names of older versions of transformers: a merge knows them, peft does not."""
     plan, pairs = source.once(_plan), source.once(adapter_keys).pairs
-    live = None if isinstance(plan, PlumblineError) else plan.live
-    if live is None:
+    if isinstance(plan, PlumblineError):
         return
+    live = plan.facts
     # peft converts the names of separate experts itself.
     names = [plain_module(name) for name in pairs if not EXPERT.search(name)]
     renamed = renamed_keys(live)

@@ -14,7 +14,7 @@ from tasks.data.kinds import TEXTS, names_texts
 from tasks.data.readers import FILE_KINDS, existing_file
 from tasks.training.engine.checkpoint import named
 from tasks.training.selection import direction
-from tasks.weights.execute.writer import parse_size
+from tasks.weights.write import parse_size
 
 _SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "min_lr_ratio": ("cosine_with_min_lr", "polynomial", "warmup_stable_decay"),

@@ -53,7 +53,8 @@ def import_libraries() -> None:
 
     import tasks.serving.reference.measure
     import tasks.serving.reference.rewards
-    import tasks.weights.execute.worker  # noqa: F401
+    import tasks.weights.proof
+    import tasks.weights.write  # noqa: F401
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.files.tensors import Sources, Tensor, Tensors
+from tasks.weights.files.tensors import Tensor, Tensors
 from tasks.weights.pickled.torch_file import is_pickled_model, read_model
-from tasks.weights.plan import Plan
 from tasks.weights.quantized.config_fields import (
     is_fp8,
     is_packed,
@@ -50,7 +48,7 @@ def read_base(root: Path) -> Tensors:
     """Read the headers of a full model's folder, stored plainly, in bitsandbytes' 4 bits or in fp8.
 
     Packed matrices look decoded, and keys of their parts are left out. The ranges of such a matrix
-    are those of its parts, one after the other, and a plan has to decode them (`decoding`).
+    are those of its parts, one after the other, and a plan decodes them (`Op.packed`).
 
     Raises ArtifactError with all findings: another quantization, matrices without their parts.
     """
@@ -113,17 +111,3 @@ def fp8_findings(tensors: Mapping[str, TensorLike], config: Mapping[str, Any]) -
     if not packed and not findings:
         findings.append(f"config.json says {stored(config)}, but no tensor is stored in {DTYPE}")
     return findings
-
-
-def decoding(plan: Plan, sources: Sources) -> Plan:
-    """Return the same plan, in which operations on packed matrices decode them.
-
-    The stored 4 bits are those that training used, so nothing else is quantized, and there is no
-    original to compare with.
-    """
-    ops = []
-    for op in plan.ops:
-        tensor = sources.get(op.input, {}).get(op.key)
-        packed = None if tensor is None else tensor.packed
-        ops.append(op if packed is None else replace(op, packed=packed, quantization=None))
-    return replace(plan, ops=tuple(ops))

@@ -65,7 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": None}, "target_modules"),
     ({"bias": "some"}, "bias='some'"),
     ({"use_dora": "yes"}, "use_dora='yes'"),
-    ({"use_dora": True, "lora_bias": True}, "lora_bias"),
+    ({"lora_bias": True}, "lora_bias"),
     ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
     ({"init_lora_weights": "sorcery"}, "sorcery"),
     ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),

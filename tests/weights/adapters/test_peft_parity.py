@@ -43,7 +43,6 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "conv1d and biases": ("gpt2", {"target_modules": ALL, "bias": "all"}),
     "fan_in_fan_out of linear": ("llama", {"target_modules": QV, "fan_in_fan_out": True}),
     "biases of targets": ("biased", {"target_modules": ALL, "bias": "lora_only"}),
-    "lora bias": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "lora_bias": True}),
     "experts": ("mixtral", {"target_modules": QV, "target_parameters": EXPERTS}),
     "patterns of experts": (
         "mixtral",

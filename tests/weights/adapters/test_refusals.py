@@ -71,7 +71,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_settings_that_do_not_fit_the_tensors_are_refused(good, live, tmp_path: Path) -> None:
-    assert changes(opened(good), live).findings == ()
+    assert changes(opened(good), live).findings == []
     for config in SETTINGS:
         assert changes(opened(altered(good, tmp_path / "bad", config=config)), live).findings, (
             config
@@ -126,7 +126,7 @@ def test_copies_of_a_tied_tensor_have_to_agree(tmp_path: Path) -> None:
     for added in (0.0, 1.0):
         changed = altered(folder, tmp_path / "bad", lambda t, added=added: t[key].add_(added))
         total = changes(opened(changed), live_model(tied))
-        assert f"adapter:{key}" in [entry.source for entry in total.dropped]
+        assert f"adapter:{key}" in total.dropped
         if added:
             with pytest.raises(ContractError, match="lm_head"):
                 require_values([read_adapter(changed)], total.copies)

@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora import changes, read_adapter, require_values
 from tasks.weights.merge import MergeSettings, merged_config, plan_merge
 from tasks.weights.model import model_facts
 from tasks.weights.model_class import auto_class
 from tasks.weights.plan import Plan
-from tasks.weights.recompute import recompute
+from tasks.weights.proof import recompute
 from tasks.weights.rounding import Rounding
-from tasks.weights.validate import validate
+from tasks.weights.write import write
+from tasks.weights.written import Executed
 from tests import tiny
 from tests.weights.adapters.making import quiet, save
 
@@ -188,12 +187,10 @@ def merge(
     total = changes(read, facts)
     require_values([adapter for adapter, _ in read], total.copies)
     sources = {"base": read_checkpoint(base), **{a.name: a.tensors for a, _ in read}}
-    operands = {f"{a.name}:{k}": info for a, _ in read for k, info in a.tensors.items()}
     settings = MergeSettings(rounding=rounding, dtype=dtype)
-    plan = plan_merge(sources["base"], facts, total, operands, settings)
-    validate(plan, sources)
+    plan = plan_merge(sources["base"], facts, total, settings)
     out.mkdir()
-    done = execute(plan, sources, out, workers=1)
+    done = write(plan, sources, out, workers=1)
     checked = recompute(plan, sources, read_checkpoint(out))
     assert [result for result in checked if result.wrong or result.skipped] == []
     for path in base.glob("*config.json"):

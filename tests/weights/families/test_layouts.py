@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.core.errors import ContractError
-from tasks.weights.execute.execute import execute
 from tasks.weights.files.reader import read_checkpoint, read_header
 from tasks.weights.files.tensors import Tensor
 from tasks.weights.gather import plan_full
@@ -20,7 +19,7 @@ from tasks.weights.lora import changes, read_adapter
 from tasks.weights.merge import plan_merge
 from tasks.weights.model import Model, model_facts
 from tasks.weights.shards import read_partitions
-from tasks.weights.validate import validate
+from tasks.weights.write import write
 from tests.weights.families.making import (
     FAMILIES,
     load,
@@ -111,8 +110,7 @@ def _planned(base: Path, adapter: Path, change: Change) -> None:
     change(header)
     facts: Model = model_facts(base, disk={key: info.shape for key, info in header.items()})
     lora = read_adapter(adapter)
-    operands = {f"adapter:{key}": info for key, info in lora.tensors.items()}
-    plan_merge(header, facts, changes([(lora, 1.0)], facts), operands)
+    plan_merge(header, facts, changes([(lora, 1.0)], facts))
 
 
 def _drop(pattern: str) -> Change:
@@ -211,8 +209,7 @@ def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
     plan = plan_full(parts.tensors, model_facts(base), base=weights)
     used = {op.input for op in plan.ops}
     sources = {"trained": parts.tensors, **({"base": weights} if "base" in used else {})}
-    validate(plan, sources)
-    execute(plan, sources, tmp_path / "out", workers=1)
+    write(plan, sources, tmp_path / "out", workers=1)
     wanted, actual = state_of(base), state_of(tmp_path / "out")
     assert list(actual) == list(wanted)
     assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())

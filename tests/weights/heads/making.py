@@ -12,11 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tasks.core.contract import require
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.outcome import finite
-from tasks.weights.head_plans import separate
-from tasks.weights.heads import Detected
-from tasks.weights.validate import validate
+from tasks.weights.heads import Detected, separate
+from tasks.weights.write import write
+from tasks.weights.written import finite
 from tests.tiny import SIZES, tiny
 from tests.weights.adapters.making import quiet
 from tests.weights.families.making import load
@@ -160,8 +158,7 @@ def serve(detected: Detected, out: Path) -> None:
     config = detected.folder.config
     parted = separate(detected, dtype=str(config.get("dtype", "float32")))
     assert parted.facts.findings == ()
-    validate(parted.plan, parted.sources, out=out)
-    done = execute(parted.plan, parted.sources, out)
+    done = write(parted.plan, parted.sources, out)
     checks = [finite(name, written.nonfinite) for name, written in done.tensors.items()]
     require(checks, stage="convert")
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -11,14 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
-from tasks.weights.execute.execute import execute
-from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.head_plans import merged_reward
 from tasks.weights.heads import detect, read_folder
 from tasks.weights.lora import read_adapter
-from tasks.weights.merge import MergeSettings
+from tasks.weights.merge import Reward, plan_adapters
 from tasks.weights.plan import Plan
-from tasks.weights.validate import validate
+from tasks.weights.write import write
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.heads import making
 from tests.weights.heads.making import change_config, rewards, scores, serve
@@ -122,11 +119,9 @@ def made(tmp_path: Path, family: str, **config: Any) -> tuple[Path, Path, Any]:
 def merge(base: Path, adapter: Path, out: Path) -> Plan:
     """Plan, validate, execute, and write config.json."""
     lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
-    weights = read_checkpoint(base)
-    parted = merged_reward(lora, weights, config, MergeSettings(), dtype="float32")
-    validate(parted.plan, parted.sources)
+    parted = plan_adapters([(lora, 1.0)], base, config, model_dtype="float32", reward=Reward())
     out.mkdir()
-    execute(parted.plan, parted.sources, out, workers=1)
+    write(parted.plan, parted.sources, out, workers=1)
     (out / "config.json").write_text(json.dumps(parted.config))
     return parted.plan
 
@@ -159,7 +154,7 @@ def test_an_adapter_with_its_head_is_merged(tmp_path, family, declared, mean, st
     merged = merged_by_peft(wrapped, tmp_path / "out")
     before = (rewards(merged, merged.score.weight.detach()) - mean) / std
     assert near(scores(tmp_path / "out"), before)
-    dropped = {entry.source for entry in plan.dropped}
+    dropped = set(plan.dropped)
     assert dropped == ({"base:lm_head.weight"} if family == "llama" else set())
 
 

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
-from tasks.weights.head_plans import write_value_head
-from tasks.weights.heads import detect, read_folder
+from tasks.weights.heads import detect, read_folder, write_value_head
 from tests.weights.adapters.making import save, train
 from tests.weights.families.making import load
 from tests.weights.heads import making

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.weights.execute.execute import execute
-from tasks.weights.plan import Op, Plan
-from tasks.weights.quantized.source import decoding, read_base
-from tasks.weights.validate import validate
+from tasks.weights.plan import as_is
+from tasks.weights.quantized.source import read_base
+from tasks.weights.write import write
 from tests.weights.making import state_of
 
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -50,12 +49,9 @@ def pack(
 def decode_all(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Decode the whole base: plan and execution."""
     sources = {"base": read_base(folder)}
-    tensors = sources["base"]
-    ops = [Op(k, tuple(t.shape), t.dtype, f"base:{k}", t.dtype) for k, t in tensors.items()]
-    plan = decoding(Plan(tuple(ops)), sources)
-    validate(plan, sources)
+    plan = as_is(sources["base"], "base")
     out.mkdir(parents=True)
-    done = execute(plan, sources, out)
+    done = write(plan, sources, out)
     assert not any(each.nonfinite for each in done.tensors.values())
     return state_of(out)
 

@@ -15,8 +15,6 @@ from safetensors.torch import save_file
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.pipeline.artifact import Artifact
 from tasks.serving.reference.load import load_model
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.outcome import Executed
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.model import model_facts
 from tasks.weights.plan import Op, Plan
@@ -30,7 +28,8 @@ from tasks.weights.quantized.quantize import (
     quantized_plan,
 )
 from tasks.weights.quantized.source import read_base
-from tasks.weights.validate import validate
+from tasks.weights.write import write
+from tasks.weights.written import Executed
 from tests.weights.families.making import load, save_base
 from tests.weights.making import make_base, state_of
 from tests.weights.quantized.making import FP8, decode_all, same, scale_fp8
@@ -47,9 +46,8 @@ def quantize(base: Path, out: Path, scheme: str, **options: Any) -> tuple[Plan, 
         for name, info in weights.items()
     )
     plan = quantized_plan(Plan(ops, max_shard_bytes=options.pop("limit", None)), facts, scheme)
-    validate(plan, {"model": weights})
     out.mkdir(exist_ok=True)
-    done = execute(plan, {"model": weights}, out, **options)
+    done = write(plan, {"model": weights}, out, **options)
     for path in base.glob("*.json"):
         if "safetensors" not in path.name and path.name != "manifest.json":
             shutil.copy(path, out)

@@ -123,8 +123,7 @@ def _sizes(base: Path, adapter: Path) -> Vocabulary:
     """Plan a merge and return its sizes, for a tokenizer of 100 ids."""
     lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
     facts, weights = model_facts(base, "float32"), read_checkpoint(base)
-    operands = {f"adapter:{key}": tensor for key, tensor in lora.tensors.items()}
-    plan = plan_merge(weights, facts, changes([(lora, 1.0)], facts), operands)
+    plan = plan_merge(weights, facts, changes([(lora, 1.0)], facts))
     planned = {op.name: op.shape for op in plan.ops}
     stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     tokenizer = TokenizerFacts(100, eos=99, pad=98, end_of_turn=None, template="")

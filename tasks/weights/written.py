@@ -15,6 +15,9 @@ from tasks.weights.files.names import parse_peft
 from tasks.weights.plan import Plan
 from tasks.weights.rounding import described
 
+_NAMED = 0.99
+"""Below this share the tensors that lost most are named."""
+
 
 @dataclass
 class Written:
@@ -60,16 +63,12 @@ class Executed:
 
         None if nothing was changed, or elements are not finite, which fails checks of their own.
         """
-        update = sum(each.update for each in self.changed.values())
+        changed = self.changed.values()
+        update = sum(each.update for each in changed)
         if not update or not isfinite(update):
             return None
-        kept = sum(each.kept for each in self.changed.values()) / update
-        nearest = sum(each.nearest for each in self.changed.values()) / update
-        return (kept, nearest) if isfinite(kept) else None
-
-
-_NAMED = 0.99
-"""Below this share the tensors that lost most are named."""
+        kept = sum(each.kept for each in changed) / update
+        return (kept, sum(each.nearest for each in changed) / update) if isfinite(kept) else None
 
 
 def values_read(plan: Plan, done: Executed) -> list[Check]:
@@ -105,13 +104,12 @@ def gathered(plan: Plan, done: Executed) -> list[Check]:
 
 def unchanged(done: Executed) -> str:
     """Return a warning about tensors that the adapter names and leaves as they are; "" for none."""
-    same = {name: each for name, each in done.changed.items() if each.changed == 0}
+    same = [name for name, each in done.changed.items() if each.changed == 0]
     if not same:
         return ""
-    zero = sum(not each.update for each in same.values())
     return (
         f"{len(same)} of {len(done.changed)} tensors of the adapter keep the base's values, first "
-        f"{next(iter(same))}: the update of {zero} is zero, of {len(same) - zero} it rounds away"
+        f"{same[0]}: their update is zero, or rounds away"
     )
 
 
@@ -119,16 +117,13 @@ def kept_checks(plan: Plan, done: Executed, least: float) -> list[Check]:
     """Check that rounding kept the adapter's update; none if no tensor was changed.
 
     Unbiased rounding keeps it on average, so only its random part is reported; the recomputed rows
-    prove it.
-
-    Args:
-        least: share of the update that rounding to nearest has to keep.
+    prove it. `least` is the share of the update that rounding to nearest has to keep.
     """
     shares = done.kept()
     if shares is None:
         return []
     kept, nearest = shares
-    unbiased = any(op.unbiased for op in plan.ops)
+    unbiased = _is_unbiased(plan)
     text = f"{kept:.1%}" + (f"; nearest would keep {nearest:.1%}" if unbiased else "")
     if kept < _NAMED:
         by_tensor = {n: each.kept / each.update for n, each in done.changed.items() if each.update}
@@ -147,18 +142,19 @@ def rounding_notes(plan: Plan, done: Executed) -> dict[str, Any]:
     shares = done.kept()
     if shares is None:
         return {}
-    unbiased = any(op.unbiased for op in plan.ops)
     kept = {"kept": round(shares[0], 5), "nearest_would_keep": round(shares[1], 5)}
-    return {"rounding": {**described("unbiased" if unbiased else "nearest"), **kept}}
+    return {"rounding": {**described("unbiased" if _is_unbiased(plan) else "nearest"), **kept}}
 
 
 def merge_metrics(plan: Plan, done: Executed) -> dict[str, float]:
     """Return counts of all and of changed tensors, and what rounding kept."""
-    counts = {
-        "tensors": float(len(plan.ops)),
-        "folded": float(sum(bool(op.terms) for op in plan.ops)),
-    }
+    folded = float(sum(bool(op.terms) for op in plan.ops))
+    counts = {"tensors": float(len(plan.ops)), "folded": folded}
     shares = done.kept()
     return counts if shares is None else {
         **counts, "kept": shares[0], "nearest_would_keep": shares[1]
     }  # fmt: skip
+
+
+def _is_unbiased(plan: Plan) -> bool:
+    return any(op.unbiased for op in plan.ops)

@@ -10,15 +10,7 @@ process that has the libraries imported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol, TypeVar, TypeVarTuple
-
-from tasks.weights.execute.execute import execute
-from tasks.weights.execute.outcome import Executed
-from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.tensors import Sources
-from tasks.weights.plan import Plan
-from tasks.weights.validate import validate
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -33,15 +25,3 @@ class Perform(Protocol):
 def perform(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
     """Call the function in this process."""
     return function(*arguments)
-
-
-def write(
-    plan: Plan,
-    sources: Sources,
-    out: Path,
-    stem: str = WEIGHTS,
-    scan: bool = False,
-) -> Executed:
-    """Validate and execute a plan; `stem` and `scan` as in `execute`."""
-    validate(plan, sources)
-    return execute(plan, sources, out, stem=stem, scan=scan)

@@ -1,27 +1,15 @@
 """Episodes of several turns: the policy responds, the user's environment answers.
 
-`rl.environment=path.py:Class`: the user's environment, one object of the class per episode.
-
-    class Environment:
-        def reset(self, answer): ...
-        def step(self, text): return observation, reward, done
-
-`reset` gets the columns of the prompt's row that it names (all with `**columns`), and `prompt`, the
-messages, and `seed`, equal for all responses to a prompt. It returns None: the prompt comes from
-the data. `step` gets a response as text and returns the next message (a text, or None if `done`),
-the reward of this response, and True if the episode is over. Both may be `async`: then the calls of
-a turn run concurrently. `close()` is called at the end of an episode if it exists.
-
-An episode is prompt -> response -> observation -> response ... It ends when the environment says
-so (`done`), after `rl.max_turns` responses, or when `rollout.max_new_tokens`, which counts sampled
-tokens and observations, leaves no room for an observation and one more token. The environment gets
-every response, also one that the token limit cut off, so a long response never escapes its reward.
+`rl.environment=path.py:Class` has one object of the class per episode; docs/online-rl.md describes
+`reset`, `step` and `close`. An episode ends when the environment says so, after `rl.max_turns`
+responses, or when `rollout.max_new_tokens`, which counts sampled tokens and observations, leaves no
+room for an observation and one more token. The environment gets every response, also one that the
+token limit cut off, so a long response never escapes its reward.
 
 After a response, the chat template writes the rest of the assistant's turn, the observation as the
 next message, and the generation prompt. These tokens are appended once; what was sampled stays as
-it was sampled and is never tokenised again. This equals the context of a served model only if the
-template does not rewrite earlier messages when a conversation goes on, so other templates are
-refused.
+it was sampled. This equals the context of a served model only if the template does not rewrite
+earlier messages when a conversation goes on, so other templates are refused.
 
 Every rank samples equally many turns, since engines have collective calls: a rank without running
 episodes takes part with no requests.
@@ -58,15 +46,9 @@ FIRST, SECOND = "first-observation", "second-observation"
 class Outcome(NamedTuple):
     """The three values that `step` returns."""
 
-    observation: str | None
+    observation: str | None  # None only if the episode is done
     reward: float
     done: bool
-
-    @property
-    def is_valid(self) -> bool:
-        """True if each value has its type; only the end of an episode needs no observation."""
-        observed = isinstance(self.observation, str) or (self.observation is None and self.done)
-        return observed and is_finite_number(self.reward) and isinstance(self.done, bool)
 
 
 class EnvironmentProcess(UserCode):
@@ -95,12 +77,15 @@ class EnvironmentProcess(UserCode):
         """Give responses to their environments."""
         outcomes = {}
         for key, value in self._ask("step", texts).items():
-            is_triple = isinstance(value, list) and len(value) == 3
-            if not is_triple or not (outcome := Outcome(*value)).is_valid:
-                hint = "return observation (None only if done), reward, done (True or False)"
-                place = self._place("step", key, texts[key])
-                raise self.failure(f"returned {shortened(value)}", place, hint=hint)
-            outcomes[key] = outcome
+            match value:
+                case [str() | None as text, reward, bool(done)] if is_finite_number(reward) and (
+                    text is not None or done
+                ):
+                    outcomes[key] = Outcome(text, float(reward), done)
+                case _:
+                    hint = "return observation (None only if done), reward, done (True or False)"
+                    place = self._place("step", key, texts[key])
+                    raise self.failure(f"returned {shortened(value)}", place, hint=hint)
         return outcomes
 
     def end(self) -> None:
@@ -265,7 +250,7 @@ class Episodes:
 
     def _observe(self, episode: _Episode, outcome: Outcome, *, last: bool) -> bool:
         """Add the environment's answer to an episode; return True if another response follows."""
-        turn = replace(episode.turns[-1], reward=float(outcome.reward))
+        turn = replace(episode.turns[-1], reward=outcome.reward)
         episode.turns[-1], episode.done = turn, outcome.done
         if outcome.done or last or not episode.generated[-1].ended:
             return False

@@ -12,12 +12,10 @@ The folder's facts are read without torch, for the preflight.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError, RewardError
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
 ROW_TOKENS = 8192
 """Maximum tokens of a packed row; a longer text gets a row of its own."""
 _CLASS = "ForSequenceClassification"
-EXAMPLE = "reward.model=<the artifact of kind `served` of a chain with train=reward>"
-DELIVER = "python flows/deliver.py source=<it> out=<folder> converts a model to that class"
 
 
 @dataclass(frozen=True)
@@ -55,18 +51,21 @@ class RewardFolder:
         Raises an ArtifactError unless it is a reward model with one label.
         """
         label = f"reward.model={path}"
+        hint = (
+            "reward.model=<the artifact of kind `served` of a chain with train=reward>; "
+            "python flows/deliver.py source=<it> out=<folder> converts a model to that class"
+        )
         if path.is_dir():
             require_own_files(path)
         if not (path / "config.json").is_file():
-            raise ArtifactError(f"{label} is not a model folder: no config.json", hint=EXAMPLE)
+            raise ArtifactError(f"{label} is not a model folder: no config.json", hint=hint)
         config = read_json(path / "config.json")
         name = next(iter(architectures(config)), "no class")
         # transformers assumes two labels where config.json does not say.
         labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)
         if not name.endswith(_CLASS) or labels != 1:
             raise ArtifactError(
-                f"{label} is not a *{_CLASS} with one label: {name} with {labels}",
-                hint=f"{EXAMPLE}; {DELIVER}",
+                f"{label} is not a *{_CLASS} with one label: {name} with {labels}", hint=hint
             )
         normalisation = normalisation_from(config, label)
         if normalize and not normalisation.is_there:
@@ -75,30 +74,25 @@ class RewardFolder:
                 hint="reward.normalize=false uses its scores unchanged",
             )
         text = config.get("text_config") or config  # nested in multimodal models
-        return cls(
-            path,
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-            normalisation=normalisation,
-            context=text.get("max_position_embeddings"),
-        )
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+        return cls(path, dtype, normalisation, text.get("max_position_embeddings"))
 
 
 def model_digest(folder: Path) -> str:
-    """Return the digest of a reward model's folder."""
-    return hashlib.sha256("\n".join(folder_identity(folder.expanduser())).encode()).hexdigest()
-
-
-def folder_identity(folder: Path) -> list[str]:
-    """Return the digest of a folder's manifest, else sizes, times and inodes of its files."""
-    manifest = folder / "manifest.json"
+    """Return the digest of a reward model's manifest, else of sizes, times, inodes of its files."""
+    manifest = folder.expanduser() / "manifest.json"
     if manifest.is_file():
-        return [hashlib.sha256(manifest.read_bytes()).hexdigest()]
-    files = sorted(path for path in folder.glob("*") if path.is_file())
-    return [f"{path.name} {file_stats(path)}" for path in files]
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = sorted(path for path in folder.expanduser().glob("*") if path.is_file())
+    text = "\n".join(f"{path.name} {file_stats(path)}" for path in files)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class RewardModel:
-    """A reward model as a reward source; scores packed rows without gradients."""
+    """A reward model as a reward source; scores packed rows without gradients.
+
+    `tokenizer` is the policy's.
+    """
 
     def __init__(
         self, path: Path, tokenizer: Any, device: torch.device, *, normalize: bool, log: Log
@@ -108,9 +102,26 @@ class RewardModel:
         from tasks.training.model.packed_model import accept_packed_rows
 
         folder = RewardFolder.read(path, normalize=normalize)
-        self.label = f"reward.model={path}"
-        self._encoding = Encoding.between(tokenizer, folder, label=self.label, log=log)
+        self.label, self._limit = f"reward.model={path}", folder.context
         self._normalisation = folder.normalisation if normalize else Normalisation()
+        own = load_tokenizer(path)
+        self._tokenizer = self._stops = None
+        same = tokenizer.get_vocab() == own.get_vocab()
+        if same and tokenizer.chat_template == own.chat_template:
+            log.info("%s: has the policy's tokenizer; scores its token ids as they are", self.label)
+        elif not own.chat_template:
+            raise ArtifactError(
+                f"{self.label}: its vocabulary or chat template is not the policy's, and it has no "
+                "chat template to render conversations with",
+                hint="a reward model with a chat_template.jinja",
+            )
+        else:
+            log.warning(
+                "%s: its vocabulary or chat template is not the policy's; its own template renders "
+                "the responses again",
+                self.label,
+            )
+            self._tokenizer, self._stops = own, frozenset(stop_ids(path, own.eos_token_id))
         self._device = device
         model = from_folder(
             CLASSIFIER,
@@ -131,13 +142,13 @@ class RewardModel:
         from tasks.training.tokens.examples import Examples
         from tasks.training.tokens.packing import pack
 
-        texts = [self._encoding.ids(response) for response in responses]
+        texts = list(map(self.ids, responses))
         examples = Examples.of_texts(texts)
-        scores = np.empty(len(texts))
+        scores = torch.empty(len(texts), dtype=torch.float64)
         with torch.no_grad():
             for chosen in _rows([len(text) for text in texts]):
                 row = pack(examples, chosen).to(self._device)
-                scores[chosen] = self._model(row=row).cpu().numpy()
+                scores[chosen] = self._model(row=row).double().cpu()
         valid = validate_rewards(scores.tolist(), responses, self.label)
         return normalised(valid, self._normalisation)
 
@@ -145,56 +156,15 @@ class RewardModel:
         """Free the model's memory."""
         self._model = None
 
-
-def _rows(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield numbers of texts row by row, sorted by length, up to `ROW_TOKENS` tokens each."""
-    row: list[int] = []
-    tokens = 0
-    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if row and tokens + lengths[number] > ROW_TOKENS:
-            yield row
-            row, tokens = [], 0
-        row.append(number)
-        tokens += lengths[number]
-    if row:
-        yield row
-
-
-@dataclass(frozen=True)
-class Encoding:
-    """Turns responses into token ids for a reward model."""
-
-    label: str  # name of the source in errors
-    limit: int | None  # maximum number of tokens; None: no limit
-    tokenizer: Any = None  # the reward model's; None if the policy's token ids are used unchanged
-    # token ids that end a response in the reward model's template
-    stops: frozenset[int] = frozenset()
-
-    @classmethod
-    def between(cls, policy: Any, folder: RewardFolder, *, label: str, log: Log) -> Encoding:
-        """Compare the policy's tokenizer with the reward model's; log which ids are used."""
-        own = load_tokenizer(folder.path)
-        if policy.get_vocab() == own.get_vocab() and policy.chat_template == own.chat_template:
-            log.info("%s: has the policy's tokenizer; scores its token ids as they are", label)
-            return cls(label, folder.context)
-        different = "its vocabulary or chat template is not the policy's"
-        if not own.chat_template:
-            raise ArtifactError(
-                f"{label}: {different}, and it has no chat template to render conversations with",
-                hint="a reward model with a chat_template.jinja",
-            )
-        log.warning("%s: %s; its own template renders the responses again", label, different)
-        return cls(label, folder.context, own, frozenset(stop_ids(folder.path, own.eos_token_id)))
-
     def ids(self, response: Response) -> list[int]:
         """Return the token ids of a conversation; without an end token if it was cut off."""
         ids: list[int] = response.ids.tolist()
-        if self.tokenizer is not None:
+        if self._tokenizer is not None:
             ids = self._rendered(response)
-        if self.limit is not None and len(ids) > self.limit:
+        if self._limit is not None and len(ids) > self._limit:
             raise RewardError(
                 f"{self.label}: {len(ids)} tokens for {describe(response.prompt)}, more than "
-                f"its limit of {self.limit}",
+                f"its limit of {self._limit}",
                 details=error_details(response.prompt, response.text),
                 hint="rollout.max_new_tokens=<less>, or a reward model with a longer context",
             )
@@ -203,13 +173,27 @@ class Encoding:
     def _rendered(self, response: Response) -> list[int]:
         from jinja2 import TemplateError
 
+        assert self._stops is not None
         messages = [*response.prompt.messages, *response.messages]
         try:
-            ids = whole_ids(self.tokenizer, chat(messages, response.prompt.row), self.stops)
+            ids = whole_ids(self._tokenizer, chat(messages, response.prompt.row), self._stops)
         except TemplateError as error:
             raise RewardError(
                 f"{self.label}: its chat template rejects {describe(response.prompt)}: {error}",
                 details=error_details(response.prompt, response.text),
             ) from error
-        cut_off = not response.generated.ended and ids[-1] in self.stops
+        cut_off = not response.generated.ended and ids[-1] in self._stops
         return ids[:-1] if cut_off else ids
+
+
+def _rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Return numbers of texts by row, sorted by length, up to `ROW_TOKENS` tokens each."""
+    rows: list[list[int]] = []
+    tokens = ROW_TOKENS
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        tokens += lengths[number]
+        if tokens > ROW_TOKENS:
+            rows.append([])
+            tokens = lengths[number]
+        rows[-1].append(number)
+    return rows

@@ -4,38 +4,27 @@
         total, parts = rewards.score(responses)
 
 A source with weight 0 is recorded but does not count. A source that returns NaN, None or too few
-numbers is a `RewardError` that shows the prompt. `reward_model.py` has the reward model,
-`reward_endpoint.py` the endpoint; here are functions.
-
-`reward.function=path.py:name`, and `eval.function`: a Python function of the user, with the
-signature of TRL.
-
-    def score(prompts, completions, completion_ids, **columns) -> list[float]
-
-All arguments are lists with one element per response: `prompts` conversations (lists of messages),
-`completions` conversations of one assistant message (with an environment, of all responses and
-observations), `completion_ids` the sampled token ids, and every column of the data by its name
-(`answer`, `id`, ...). The function names those it wants, or takes all with
-`**kwargs`. It may be `async`. It returns one number per response; true and false are numbers.
-
-Unlike in TRL, None is an error, and there are no `trainer_state`, `log_extra` and `log_metric`: the
-function runs in a process of its own, which is killed if it hangs.
+numbers is a `RewardError` that shows the prompt. `reward_model.py` has the reward model.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.errors import ConfigError, RewardError
+from tasks.core.errors import RewardError
+from tasks.core.redaction import redact_url
 from tasks.process.output import Log
 from tasks.rl.responses import Prompt, Response
 from tasks.rl.settings import Reward
@@ -46,15 +35,15 @@ from tasks.training.job import REWARD_URL
 if TYPE_CHECKING:
     import torch
 
-FUNCTION_LOG = "reward_function.log"
 SHOWN = 200
 """Characters of a prompt or response in an error."""
 EXACT_MATCH = "exact_match"
 """Value of `reward.function` for `ExactMatch`."""
-ANSWER = "answer"
-"""Column with the answer."""
 OWN_NAMES = ("prompt", "completion", "prompts", "completions", "completion_ids")
 """Columns that are not passed on: their names are those of arguments."""
+TOKEN = "PLUMBLINE_REWARD_TOKEN"
+FIRST_PAUSE_S = 0.5
+"""Pause before the first retry; each later pause is twice as long."""
 
 
 class Weighted(NamedTuple):
@@ -68,25 +57,11 @@ class Weighted(NamedTuple):
     source: Any
 
 
+@dataclass(frozen=True)
 class Rewards:
-    """All reward sources of a run; none if an environment gives the rewards. A context manager."""
+    """All reward sources of a run; none if an environment gives the rewards."""
 
-    def __init__(self, sources: Sequence[Weighted] = ()) -> None:
-        self.sources: list[Weighted] = []
-        self._closing = ExitStack()
-        for weighted in sources:
-            self.add(weighted.name, weighted.weight, weighted.source)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.close()
-
-    def add(self, name: str, weight: float, source: Any) -> None:
-        """Add a source, which is closed with the others."""
-        self._closing.callback(source.close)
-        self.sources.append(Weighted(name, weight, source))
+    sources: Sequence[Weighted] = ()
 
     def score(
         self, responses: Sequence[Response]
@@ -94,51 +69,43 @@ class Rewards:
         """Return the (S,) weighted sums, and the (S,) unweighted rewards by name of the source."""
         total: NDArray[np.float64] = np.zeros(len(responses), np.float64)
         parts: dict[str, NDArray[np.float64]] = {}
-        for each in self.sources:
-            parts[each.name] = np.array(each.source(responses) if responses else [], np.float64)
-            total += each.weight * parts[each.name]
+        for name, weight, source in self.sources:
+            parts[name] = np.array(source(responses) if responses else [], np.float64)
+            total += weight * parts[name]
         return total, parts
 
 
+@contextmanager
 def open_rewards(
-    reward: Reward,
-    *,
-    tokenizer: Any,
-    device: torch.device,
-    log: Log,
-    logs: Path,
-    required: bool = True,
-) -> Rewards:
+    reward: Reward, *, tokenizer: Any, device: torch.device, log: Log, logs: Path
+) -> Iterator[Rewards]:
     """Open all configured sources, so that errors show before the first rollout.
 
-    Beside an environment none is `required`. `logs` is the folder for complete outputs.
+    `logs` is the folder for the complete output of a function.
     """
-    with ExitStack() as opened:
-        rewards = opened.enter_context(Rewards())
+    sources: list[Weighted] = []
+    with ExitStack() as stack:
+
+        def add(name: str, weight: float, source: Any) -> None:
+            stack.callback(source.close)
+            sources.append(Weighted(name, weight, source))
+
         if reward.function == EXACT_MATCH:
-            rewards.add("function", reward.function_weight, ExactMatch())
+            add("function", reward.function_weight, ExactMatch())
         elif reward.function is not None:
-            reference, path = FunctionReference.of(reward.function), logs / FUNCTION_LOG
+            reference, path = FunctionReference.of(reward.function), logs / "reward_function.log"
             function = Function(reference, timeout_s=reward.timeout_s, log=log, log_path=path)
-            rewards.add("function", reward.function_weight, function)
+            add("function", reward.function_weight, function)
         if reward.model is not None:
             from tasks.rl.reward_model import RewardModel
 
             folder = Path(str(reward.model))
             model = RewardModel(folder, tokenizer, device, normalize=reward.normalize, log=log)
-            rewards.add("model", reward.model_weight, model)
+            add("model", reward.model_weight, model)
         if reward.url is not None:
-            from tasks.rl.reward_endpoint import Endpoint
-
             url = os.environ.get(REWARD_URL, reward.url)
-            rewards.add("url", reward.url_weight, Endpoint(url, reward, tokenizer, log))
-        if required and not rewards.sources:
-            raise ConfigError(
-                "no reward source: reward.model, reward.function and reward.url are all unset",
-                hint="reward.model=<folder>, reward.function=<path.py>:<name> or reward.url=<URL>",
-            )
-        opened.pop_all()
-    return rewards
+            add("url", reward.url_weight, Endpoint(url, reward, tokenizer, log))
+        yield Rewards(sources)
 
 
 def sources_digest(reward: Mapping[str, Any], environment: str | None = None) -> str:
@@ -146,7 +113,7 @@ def sources_digest(reward: Mapping[str, Any], environment: str | None = None) ->
 
     They are the files of the function and the environment, and the folder of the reward model.
     """
-    from tasks.rl.reward_model import folder_identity
+    from tasks.rl.reward_model import model_digest
 
     parts = []
     if environment:
@@ -154,12 +121,22 @@ def sources_digest(reward: Mapping[str, Any], environment: str | None = None) ->
     if reward["function"] and reward["function"] != EXACT_MATCH:
         parts.append(FunctionReference.of(reward["function"]).digest())
     if reward["model"]:
-        parts += folder_identity(Path(reward["model"]).expanduser())
+        parts.append(model_digest(Path(reward["model"])))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest() if parts else ""
 
 
 class Function(UserCode):
-    """A function of the user as a reward source."""
+    """A function of the user as a reward source, with the signature of TRL.
+
+        def score(prompts, completions, completion_ids, **columns) -> list[float]
+
+    All arguments are lists with one element per response: `prompts` conversations (lists of
+    messages), `completions` conversations of one assistant message (with an environment, of all
+    responses and observations), `completion_ids` the sampled token ids, and every column of the
+    data by its name. The function names those it wants, or takes all with `**kwargs`. It may be
+    `async`. Unlike in TRL, None is an error, and there are no `trainer_state`, `log_extra` and
+    `log_metric`.
+    """
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
         """Call the function once with all responses."""
@@ -168,38 +145,122 @@ class Function(UserCode):
             f"on {len(responses)} responses, first {describe(first.prompt)}",
             error_details(first.prompt, first.text),
         )
-        values = self.ask("call", {"": _keywords(responses)}, lambda _: place)
+        rows = [response.prompt.row for response in responses]
+        names = dict.fromkeys(name for row in rows for name in row if name not in OWN_NAMES)
+        keywords = {
+            "prompts": [response.prompt.messages for response in responses],
+            "completions": [response.messages for response in responses],
+            "completion_ids": [response.generated.ids.tolist() for response in responses],
+            **{name: [row.get(name) for row in rows] for name in names},
+        }
+        values = self.ask("call", {"": keywords}, lambda _: place)
         return validate_rewards(values[""], responses, self.label)
 
 
-def _keywords(responses: Sequence[Response]) -> dict[str, Any]:
-    rows = [response.prompt.row for response in responses]
-    names = dict.fromkeys(name for row in rows for name in row if name not in OWN_NAMES)
-    return {
-        "prompts": [response.prompt.messages for response in responses],
-        "completions": [response.messages for response in responses],
-        "completion_ids": [response.generated.ids.tolist() for response in responses],
-        **{name: [row.get(name) for row in rows] for name in names},
-    }
-
-
 class ExactMatch:
-    """1 if the response is the row's answer, else 0; compares texts as smoke_eval does."""
+    """1 if the response is the row's `answer`, else 0; compares texts as smoke_eval does."""
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
         """Return 1 or 0 for each response; a RewardError names a row without `answer`."""
         for response in responses:
             row = response.prompt.row
-            if not isinstance(row.get(ANSWER), str):
+            if not isinstance(row.get("answer"), str):
                 raise RewardError(
-                    f"reward.function={EXACT_MATCH}: row {row.get('id')} has no text {ANSWER!r}",
+                    f"reward.function={EXACT_MATCH}: row {row.get('id')} has no text 'answer'",
                     details=error_details(response.prompt, response.text),
-                    hint=f"give every row of the data an {ANSWER!r}, or use another function",
+                    hint="give every row of the data an 'answer', or use another function",
                 )
-        return [float(matches(each.text, each.prompt.row[ANSWER])) for each in responses]
+        return [float(matches(each.text, each.prompt.row["answer"])) for each in responses]
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class Endpoint:
+    """`reward.url`: an HTTP endpoint that scores batches of responses.
+
+    It gets a POST of JSON in which each field is a list with one element per response:
+
+        query         prompt and response as one text, as the policy saw it, with special tokens
+        prompts       the prompt in the same way
+        completions   the response's text alone
+        labels        the row's `answer`; null if it has none
+        rows          the rows of the data
+
+    It answers `{"rewards": [one number per response]}`. Servers for OpenRLHF's `remote_rm_url`,
+    which read `query`, `prompts` and `labels`, work as they are. A token in the environment
+    variable `PLUMBLINE_REWARD_TOKEN` is sent as `Authorization: Bearer`; a login and a token in the
+    URL work, too, and are in no record of the run. A failed connection, a timeout, and the statuses
+    429 and 5xx are retried.
+    """
+
+    def __init__(self, url: str, reward: Reward, tokenizer: Any, log: Log) -> None:
+        import httpx  # here, since the preflight imports this module
+
+        self.label = f"reward.url={redact_url(url)}"
+        self._url, self._reward, self._tokenizer, self._log = url, reward, tokenizer, log
+        token = os.environ.get(TOKEN)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = httpx.Client(timeout=reward.timeout_s, headers=headers)
+
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        """Return the rewards of all responses, requested batch after batch."""
+        size = self._reward.batch
+        batches = (responses[i : i + size] for i in range(0, len(responses), size))
+        return [reward for batch in batches for reward in self._rewards(batch)]
+
+    def close(self) -> None:
+        """Close connections."""
+        self._client.close()
+
+    def _rewards(self, responses: Sequence[Response]) -> list[float]:
+        text = self._answer(responses)
+        try:
+            rewards = json.loads(text)["rewards"]
+        except (ValueError, KeyError, TypeError):
+            hint = 'answer {"rewards": [one number per response]}'
+            what = f"does not answer JSON with rewards but {shortened(text)}"
+            raise self._error(what, responses, hint) from None
+        return validate_rewards(rewards, responses, self.label)
+
+    def _answer(self, responses: Sequence[Response]) -> str:
+        """Return the text of the first attempt that succeeds."""
+        import httpx
+
+        decode, attempts = self._tokenizer.decode, 1 + self._reward.retries
+        rows = [dict(response.prompt.row) for response in responses]
+        body = {
+            "query": [decode(response.ids.tolist()) for response in responses],
+            "prompts": [decode(response.prompt.ids.tolist()) for response in responses],
+            "completions": [response.text for response in responses],
+            "labels": [row.get("answer") for row in rows],
+            "rows": rows,
+        }
+        for attempt in range(attempts):
+            time.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1) if attempt else 0)
+            try:
+                answer = self._client.post(self._url, json=body)
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if answer.is_success:
+                    return answer.text
+                problem = f"status {answer.status_code}: {shortened(answer.text)}"
+                if answer.status_code != 429 and answer.status_code < 500:
+                    what = f"refuses the request: {problem}"
+                    raise self._error(what, responses, "read the server's log")
+            self._log.warning(
+                "%s: attempt %d of %d: %s", self.label, attempt + 1, attempts, problem
+            )
+        raise self._error(
+            f"gave no rewards in {attempts} attempts: {problem}",
+            responses,
+            "is the server up? see reward.timeout_s, reward.retries and reward.batch",
+        )
+
+    def _error(self, what: str, responses: Sequence[Response], hint: str) -> RewardError:
+        details = error_details(responses[0].prompt, responses[0].text)
+        return RewardError(f"{self.label} {what}", details=details, hint=hint)
 
 
 def validate_rewards(rewards: object, responses: Sequence[Response], label: str) -> list[float]:

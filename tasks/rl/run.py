@@ -79,7 +79,6 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
                 device=ranks.device,
                 log=LOG,
                 logs=job.checkpoints,
-                required=environment is None,
             )
         )
         rollout_engine = stack.enter_context(

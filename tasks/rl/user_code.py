@@ -27,7 +27,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,13 +84,6 @@ class FunctionReference:
         """The setting with its value."""
         return f"{self.setting}={self}"
 
-    @property
-    def slow_hint(self) -> str:
-        """Advice for slow code: the setting to type."""
-        section = self.setting.partition(".")[0]
-        key = "environment_timeout_s" if self.setting == ENVIRONMENT else "timeout_s"
-        return f"{section}.{key}=<more> if it needs that long"
-
     def digest(self) -> str:
         """Return the SHA-256 of the file. Files that it imports are not included."""
         return hashlib.sha256(self._read()).hexdigest()
@@ -111,10 +104,7 @@ class FunctionReference:
         try:
             return self.path.read_bytes()
         except OSError as error:
-            raise ConfigError(
-                f"{self.label}: {error.strerror or error}: {self.path}",
-                hint=f"{self.setting}=<path.py>:{self.name}",
-            ) from error
+            raise ConfigError(f"{self.label}: {error.strerror or error}: {self.path}") from error
 
 
 class UserCode:
@@ -127,10 +117,13 @@ class UserCode:
         self, reference: FunctionReference, *, timeout_s: float, log: Log, log_path: Path
     ) -> None:
         reference.require()
-        self.label = reference.label
-        self._slow_hint, self._timeout_s = reference.slow_hint, timeout_s
-        path, name, setting = str(reference.path), reference.name, reference.setting
-        argv = python_child("tasks.rl.user_code", path, name, setting, str(timeout_s))
+        self.label, self._timeout_s = reference.label, timeout_s
+        timeout = "environment_timeout_s" if reference.setting == ENVIRONMENT else "timeout_s"
+        section = reference.setting.partition(".")[0]
+        self._slow_hint = f"{section}.{timeout}=<more> if it needs that long"
+        argv = python_child(
+            "tasks.rl.user_code", str(reference.path), reference.name, str(timeout_s)
+        )
         process = Conversation(
             argv, stage="reward", log=log, log_path=log_path, on_event=self._on_event
         )
@@ -149,15 +142,18 @@ class UserCode:
         if not calls:
             return {}
         self._at = next(iter(calls))  # if a call hangs, the error says which
-        request = {"method": method, "calls": calls}
+        slow = f"took more than {self._timeout_s:g} s"
         try:
+            request = {"method": method, "calls": calls}
             results = self._process.ask(request, self._timeout_s + GRACE_S)["results"]
         except StageProcessError as error:
             what, hint = f"ended its process (status {error.returncode})", ""
             if error.reason == "timeout":
-                what, hint = f"took more than {self._timeout_s:g} s", self._slow_hint
+                what, hint = slow, self._slow_hint
             raise self.failure(what, place(self._at), trace=error.details, hint=hint) from error
         for key, result in results.items():
+            if result is None:
+                raise self.failure(slow, place(key), hint=self._slow_hint)
             if "failure" in result:
                 what, *trace = result["failure"]
                 raise self.failure(what, place(key), trace=trace, hint=result["hint"])
@@ -183,59 +179,42 @@ class UserCode:
 # From here on: the process of the user's code.
 
 
-class Refused(Exception):
-    """The code cannot be called; the message says why, `hint` what to type."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
+class MissingColumnError(Exception):
+    """The code needs an argument that the data does not have."""
 
 
 class Worker:
-    """Makes the calls of requests; `timeout_s` limits those of one."""
+    """Makes the calls of requests; `timeout_s` limits the coroutines of one."""
 
-    def __init__(self, reference: FunctionReference, timeout_s: float) -> None:
-        self._reference, self._timeout_s = reference, timeout_s
+    def __init__(self, path: Path, name: str, timeout_s: float) -> None:
+        self._path, self._name, self._timeout_s = path, name, timeout_s
         self._loaded: Any = None
         self._objects: dict[str, Any] = {}
         self._loop = asyncio.new_event_loop()
 
     def answer(self, method: str, calls: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a `value` or a `failure` of each call."""
-        # Outside of the loop, since the user's code may call asyncio.run.
-        results = {key: self._begin(method, key, argument) for key, argument in calls.items()}
-        waiting = {key: result for key, result in results.items() if inspect.isawaitable(result)}
-        if waiting:
-            results |= self._loop.run_until_complete(self._finish(waiting))
+        """Return a `value` or a `failure` of each call; None for one that takes too long."""
+        results, coroutines = dict[str, Any](), dict[str, Any]()
+        # Outside of the event loop, since the user's code may call asyncio.run.
+        for key, argument in calls.items():
+            emit("at", key=key)
+            results[key] = result_of(lambda k=key, a=argument: self._call(method, k, a))
+            if inspect.isawaitable(results[key].get("value")):
+                coroutines[key] = results[key]["value"]
+        if coroutines:
+            results |= self._loop.run_until_complete(self._together(coroutines))
         return results
 
-    def _begin(self, method: str, key: str, argument: Any) -> Any:
-        emit("at", key=key)
-        try:
-            value = self._call(method, key, argument)
-            return value if inspect.isawaitable(value) else {"value": plain(value)}
-        # User code may raise anything and even call sys.exit; the error of the run reports it.
-        except (Exception, SystemExit) as error:
-            return failed(error)
-
-    async def _finish(self, waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
-        results = await asyncio.gather(*map(self._value, waiting.values()))
-        return dict(zip(waiting, results, strict=True))
-
-    async def _value(self, waiting: Awaitable[Any]) -> dict[str, Any]:
-        limit = asyncio.timeout(self._timeout_s)
-        try:
-            async with limit:
-                return {"value": plain(await waiting)}
-        except (Exception, SystemExit) as error:
-            if limit.expired():
-                slow = f"took more than {self._timeout_s:g} s"
-                return failed(Refused(slow, self._reference.slow_hint))
-            return failed(error)
+    async def _together(self, coroutines: Mapping[str, Any]) -> dict[str, Any]:
+        running = {key: asyncio.ensure_future(each) for key, each in coroutines.items()}
+        await asyncio.wait(running.values(), timeout=self._timeout_s)
+        return {
+            key: result_of(task.result) if task.done() else None for key, task in running.items()
+        }
 
     def _call(self, method: str, key: str, argument: Any) -> Any:
         if method == "load":
-            self._loaded = load(self._reference)
+            self._loaded = load(self._path, self._name)
             return None
         if method == "call":
             return self._loaded(**accepted(self._loaded, argument))
@@ -248,17 +227,34 @@ class Worker:
         return made.close() if hasattr(made, "close") else None
 
 
-def load(reference: FunctionReference) -> Any:
+def result_of(call: Callable[[], Any]) -> dict[str, Any]:
+    """Return the `value` of a call, or its `failure`: the error, and its traceback."""
+    try:
+        return {"value": plain(call())}
+    except MissingColumnError as error:
+        hint = "add a column with that name to the data, or give the parameter a default"
+        return {"failure": [str(error)], "hint": hint}
+    # User code may raise anything and even call sys.exit; the error of the run reports it.
+    except (Exception, SystemExit) as error:
+        trace = traceback.TracebackException.from_exception(error)
+        while trace.stack and trace.stack[0].filename.startswith((__file__, "<frozen")):
+            trace.stack.pop(0)
+        lines = "".join(trace.format()).rstrip().splitlines()
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        return {"failure": [first, *lines[-LINES:]], "hint": ""}
+
+
+def load(path: Path, name: str) -> Any:
     """Import the file and return what the name is bound to; it can import modules beside it."""
-    sys.path.insert(0, str(reference.path.parent))
+    sys.path.insert(0, str(path.parent))
     # A unique name, since a file `math.py` must not become the module `math`.
-    unique = f"reward_function_{reference.path.stem}"
-    spec = importlib.util.spec_from_file_location(unique, reference.path)
+    unique = f"reward_function_{path.stem}"
+    spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[unique] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, reference.name)
+    return getattr(module, name)
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,9 +263,8 @@ def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[s
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if missing:
-        raise Refused(
-            f"it needs {', '.join(missing)}; available are {', '.join(offered)}",
-            "add a column with that name to the data, or give the parameter a default",
+        raise MissingColumnError(
+            f"it needs {', '.join(missing)}; available are {', '.join(offered)}"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)
@@ -278,6 +273,8 @@ def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[s
 
 def plain(value: Any) -> Any:
     """Convert tensors and arrays to lists and numbers, for JSON; anything else becomes text."""
+    if inspect.isawaitable(value):
+        return value
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, (list, tuple)):
@@ -287,25 +284,13 @@ def plain(value: Any) -> Any:
     return f"{type(value).__name__}: {value}"
 
 
-def failed(error: BaseException) -> dict[str, Any]:
-    """Return the result of a call that raised: the error, and its traceback in the user's code."""
-    if isinstance(error, Refused):
-        return {"failure": [str(error)], "hint": error.hint}
-    trace = traceback.TracebackException.from_exception(error)
-    while trace.stack and trace.stack[0].filename.startswith((__file__, "<frozen")):
-        trace.stack.pop(0)
-    lines = "".join(trace.format()).rstrip().splitlines()
-    first = f"{type(error).__name__}: {error}".splitlines()[0]
-    return {"failure": [first, *lines[-LINES:]], "hint": ""}
-
-
-def main(path: str, name: str, setting: str, timeout_s: str) -> None:
+def main(path: str, name: str, timeout_s: str) -> None:
     """Answer requests until stdin closes."""
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the user's code must not read requests
     for variable in [key for key in os.environ if key.startswith(RANK_VARIABLES)]:
         del os.environ[variable]
-    worker = Worker(FunctionReference(Path(path), name, setting), float(timeout_s))
+    worker = Worker(Path(path), name, float(timeout_s))
     emit("ready")
     for line in requests:
         request = json.loads(line)

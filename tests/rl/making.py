@@ -50,14 +50,9 @@ def responses(**columns: Any) -> list[Response]:
 
 @dataclass
 class Judge:
-    """A reward source with a rule; counts how often it was closed."""
+    """A reward source with a rule."""
 
     rule: Callable[[Response], float]
-    label: str = "the test"
-    closed: int = 0
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
         return [self.rule(response) for response in responses]
-
-    def close(self) -> None:
-        self.closed += 1

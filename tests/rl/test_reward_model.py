@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tasks.core.errors import ArtifactError, RewardError
-from tasks.rl.reward_model import Encoding, RewardFolder
+from tasks.rl.reward_model import RewardFolder, RewardModel
 from tasks.rl.rewards import open_rewards
 from tasks.rl.settings import Reward
 from tasks.serving.reference.rewards import load_rewarder
@@ -89,56 +89,49 @@ def test_packed_scores_equal_those_of_each_text_alone(folder: Path) -> None:
     np.testing.assert_allclose((raw - MEAN) / STD, expected, rtol=1e-4, atol=1e-4)
 
 
-class TestEncoding:
-    def encoding(self, folder: Path, policy: Any = TOKENIZER) -> Encoding:
-        reward_folder = RewardFolder.read(folder, normalize=True)
-        return Encoding.between(policy, reward_folder, label="reward.model=it", log=LOG)
+def opened(folder: Path, policy: Any = TOKENIZER) -> RewardModel:
+    return RewardModel(folder, policy, torch.device("cpu"), normalize=True, log=LOG)
 
-    def test_equal_tokenizers_use_the_policys_ids(self, folder: Path) -> None:
-        to_score = response("copy ape", "ape")
-        to_score.generated.ids[0] = TOKENIZER.pad_token_id  # what no text is tokenised to
-        assert self.encoding(folder).ids(to_score) == ids_of(to_score)
 
-    def test_another_vocabulary_or_template_renders_again(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        own, words = make_tokenizer(), make_tokenizer()
-        words.add_tokens(["copy"])
-        encoding = self.encoding(save_reward_model(tmp_path / "words", tokenizer=words))
-        text = encoding.ids(response("copy ape", "ape"))
-        assert words.convert_tokens_to_ids("copy") in text
-        assert words.decode(text).endswith("assistant\nape<|im_end|>")
-        own.chat_template = OTHER_TEMPLATE
-        folder = save_reward_model(tmp_path / "other", tokenizer=own)
-        to_score = [response("copy ape", "ape"), response("copy bee", "be", ended=False)]
-        with caplog.at_level(logging.WARNING):
-            encoding = self.encoding(folder)
-        assert "chat template" in caplog.text
-        texts = list(map(encoding.ids, to_score))
-        assert [own.decode(text) for text in texts] == [
-            "[user] copy ape<|im_end|>[assistant] ape<|im_end|>",
-            "[user] copy bee<|im_end|>[assistant] be",  # cut off: it never said that it ends
-        ]
-        expected = alone(folder, texts)
-        np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
+def test_equal_tokenizers_use_the_policys_ids(folder: Path) -> None:
+    to_score, model = response("copy ape", "ape"), opened(folder)
+    to_score.generated.ids[0] = TOKENIZER.pad_token_id  # what no text is tokenised to
+    assert model.ids(to_score) == ids_of(to_score)
+    assert len(model.ids(response("copy ape", "a" * 100))) == 128
+    with pytest.raises(RewardError, match=r"129 tokens for row of copy ape.*128"):
+        model.ids(response("copy ape", "a" * 101))
 
-    def test_templates_that_cannot_render_name_the_row(self, tmp_path: Path) -> None:
-        own = make_tokenizer()
-        own.chat_template = None
-        folder = save_reward_model(tmp_path / "without", tokenizer=own)
-        with pytest.raises(ArtifactError, match="reward.model=it"):
-            self.encoding(folder)
-        own.chat_template = "{{ raise_exception('no bees') }}"
-        folder = save_reward_model(tmp_path / "other", tokenizer=own)
-        with pytest.raises(RewardError, match="row of copy bee.*no bees"):
-            self.encoding(folder).ids(response("copy bee", "bee"))
 
-    def test_a_text_longer_than_the_context(self, folder: Path) -> None:
-        fits, long = response("copy ape", "a" * 100), response("copy ape", "a" * 101)
-        encoding = self.encoding(folder)
-        assert len(encoding.ids(fits)) == 128
-        with pytest.raises(RewardError, match=r"129 tokens for row of copy ape.*128"):
-            encoding.ids(long)
+def test_another_vocabulary_or_template_renders_again(tmp_path: Path) -> None:
+    own, words = make_tokenizer(), make_tokenizer()
+    words.add_tokens(["copy"])
+    text = opened(save_reward_model(tmp_path / "words", tokenizer=words)).ids(
+        response("copy ape", "ape")
+    )
+    assert words.convert_tokens_to_ids("copy") in text
+    assert words.decode(text).endswith("assistant\nape<|im_end|>")
+    own.chat_template = OTHER_TEMPLATE
+    folder = save_reward_model(tmp_path / "other", tokenizer=own)
+    to_score = [response("copy ape", "ape"), response("copy bee", "be", ended=False)]
+    texts = list(map(opened(folder).ids, to_score))
+    assert [own.decode(text) for text in texts] == [
+        "[user] copy ape<|im_end|>[assistant] ape<|im_end|>",
+        "[user] copy bee<|im_end|>[assistant] be",  # cut off: it never said that it ends
+    ]
+    expected = alone(folder, texts)
+    np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_templates_that_cannot_render_name_the_row(tmp_path: Path) -> None:
+    own = make_tokenizer()
+    own.chat_template = None
+    folder = save_reward_model(tmp_path / "without", tokenizer=own)
+    with pytest.raises(ArtifactError, match=r"reward\.model="):
+        opened(folder)
+    own.chat_template = "{{ raise_exception('no bees') }}"
+    folder = save_reward_model(tmp_path / "other", tokenizer=own)
+    with pytest.raises(RewardError, match="row of copy bee.*no bees"):
+        opened(folder).ids(response("copy bee", "bee"))
 
 
 def test_folders_that_are_not_reward_models(folder: Path, tmp_path: Path) -> None:

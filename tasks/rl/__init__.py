@@ -13,7 +13,7 @@ run, setup, loop, update     one training rank, from the models to the artifact
 responses, prompts, collect  prompts to scored responses
 experience, experience_scoring, critic, metrics    what is measured on them
 algorithms                   the table of algorithms; advantages, losses, kl, correction: formulas
-rewards                      functions, and the sum of all; reward_model, reward_endpoint
+rewards, reward_model        functions, endpoints, a reward model, and the sum of all
 environment                  episodes of several turns with the user's environment
 user_code                    a function or class of the user, in a process of its own
 rollout                      sampling with vLLM, and weight sync

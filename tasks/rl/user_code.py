@@ -30,6 +30,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,7 @@ class Worker:
         # Outside of the event loop, since the user's code may call asyncio.run.
         for key, argument in calls.items():
             emit("at", key=key)
-            results[key] = result_of(lambda k=key, a=argument: self._call(method, k, a))
+            results[key] = result_of(partial(self._call, method, key, argument))
             if inspect.isawaitable(results[key].get("value")):
                 coroutines[key] = results[key]["value"]
         if coroutines:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from tasks.core.errors import PlumblineError
-from tasks.serving.rollout_servers.remote import RemoteServer
+from tasks.serving.rollout_servers import RemoteServer
 
 
 def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
@@ -159,7 +159,7 @@ def _stale_server(name: str, answering: Any) -> Iterator[None]:
     """The last server keeps its weights, loads the last adapter, or samples from the base."""
     servers = answering._fleet.servers  # none on other ranks than the first
     load_adapter, load_weights = RemoteServer.load_adapter, RemoteServer.load_weights
-    old = answering._folder / answering._named(answering.version)
+    old = answering._folder / f"{answering._name}-v{answering.version}"
 
     def adapter(self: RemoteServer, title: str, folder: Path, timeout_s: float) -> None:
         stale = self is servers[-1] and name == "old adapter"

@@ -35,13 +35,7 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
     # by name: adapter, ZeRO stage, and what else section `rollout` says
     "lora": (LORA, 2, {}),
     "full": (Peft(), 3, {}),
-    "merged": (replace(LORA, modules_to_save=("embed_tokens",)), 2, {}),
     "faults": (LORA, 2, {}),
-    "lora-zero3": (
-        replace(LORA, use_rslora=True, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 8.0}),
-        3,
-        {},
-    ),
     "qlora": (replace(LORA, kind="qlora"), 2, {}),
     "dora": (replace(LORA, use_dora=True), 3, {}),
     "parallel": (LORA, 2, {"tensor_parallel": 2}),

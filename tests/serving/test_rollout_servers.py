@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import ArtifactError, PlumblineError, TrainingError
-from tasks.serving.rollout_servers import remote
-from tasks.serving.rollout_servers.fleet import Fleet
-from tasks.serving.rollout_servers.remote import RefusedError, RemoteServer, request_body
+from tasks.serving import rollout_servers
+from tasks.serving.rollout_servers import Fleet, RefusedError, RemoteServer, request_body
 from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
 from tests.answering import Reply, answering
 
@@ -73,7 +72,7 @@ def after(event: threading.Event) -> React:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeVllm]]:
-    monkeypatch.setattr(remote, "PAUSES_S", (0.01,) * 8)
+    monkeypatch.setattr(rollout_servers, "PAUSES_S", (0.01,) * 8)
     with ExitStack() as stack:
 
         def started(react: React = lambda _, __: None) -> FakeVllm:

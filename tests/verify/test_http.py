@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import ConfigError
-from tasks.serving.rollout_servers.remote import KEY_VARIABLE
+from tasks.serving.vllm.colocation import KEY_VARIABLE
 from tasks.verify.servers import connect
 from tasks.verify.servers.client import Client
 from tasks.verify.servers.server import ServerError

@@ -121,9 +121,10 @@ def singles(requests: Iterable[Request], rollout: Rollout) -> list[Single]:
     return made
 
 
-def by_request(
-    responses: Iterable[Generated], requests: Sequence[Request]
+def own_responses(
+    responses: Sequence[Generated], by_rank: Sequence[Sequence[Request]], place: int
 ) -> list[list[Generated]]:
-    """Split responses by the requests that they belong to; more than that are left out."""
-    remaining = iter(responses)
-    return [list(islice(remaining, request.samples)) for request in requests]
+    """Return the responses to the requests of one rank, from those of all ranks end to end."""
+    before = sum(request.samples for requests in by_rank[:place] for request in requests)
+    remaining = iter(responses[before:])
+    return [list(islice(remaining, request.samples)) for request in by_rank[place]]

@@ -7,13 +7,14 @@ vLLM 0.32 starts one engine with sleep mode per process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.rl.responses import Request
-from tasks.rl.rollout.engine import by_request, served_rank, singles
+from tasks.rl.rollout.engine import own_responses, served_rank, singles
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.policy import Policy
 from tasks.rl.rollout.proof import Numbers, SyncProof
@@ -25,16 +26,6 @@ from tasks.weights.model import Model, model_facts
 
 LOG = logging.getLogger("plumbline.rl")
 T = TypeVar("T")
-
-_MORE_MEMORY = (
-    "more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU"
-)
-_FROM_CHECKPOINT = "start the run again: it goes on from its last checkpoint"
-# vLLM 0.32 gives all engines of a machine that share CPU ranks the same names there.
-_SHARED_MEMORY = (
-    "a killed run left its shared memory, or another run with rollout.tensor_parallel is active; "
-    "if there is none: rm -- /dev/shm/*-cpushm_*"
-)
 
 
 class VllmEngine:
@@ -56,13 +47,9 @@ class VllmEngine:
         self._policy, self._rollout = policy, rollout
         self._how, sampling = engine_settings(policy, rollout, ends)
         self._proof = SyncProof.of(probes, policy, rollout, self._how.max_model_len)
-        try:
+        more_memory = "rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU"
+        with self._explained("does not start", f"more memory: {more_memory}"):
             self._engine = Colocated(self._how, sampling)
-        except PlumblineError:
-            raise
-        except Exception as error:  # whatever vLLM and its kernels raise
-            hint = _SHARED_MEMORY if "SHMManager" in str(error) else _MORE_MEMORY
-            raise self._broken("does not start", error, hint) from error
         self.reserved: dict[str, int] = {}  # bytes on a GPU, for `Ranks.peak_memory`
 
     @property
@@ -93,18 +80,21 @@ class VllmEngine:
     ) -> list[list[Generated]]:
         """Sample responses to this rank's requests, see `engine.Engine`."""
         self._policy.require_current(self.version)
-        together, before = self._group_requests(requests)
-        asked = singles(together, self._rollout)
-        prompts = [each.prompt for each in asked]
-        seeds, limits = [each.seed for each in asked], [each.limit for each in asked]
-        try:
+        size, rank = self._how.tensor_parallel, self._policy.ranks.rank
+        by_rank = [list(requests)]
+        if size > 1:  # ranks that share an engine submit the requests of all of them
+            first = rank // size * size
+            by_rank = self._policy.ranks.all_objects(by_rank[0])[first : first + size]
+        each = singles((request for of_rank in by_rank for request in of_rank), self._rollout)
+        with self._explained("broke down", "the same command goes on from the last checkpoint"):
             self._engine.wake()
-            responses = self._engine.generate(prompts, seeds, limits=limits, greedy=greedy)
-        except PlumblineError:
-            raise
-        except Exception as error:  # whatever vLLM and its kernels raise
-            raise self._broken("broke down", error, _FROM_CHECKPOINT) from error
-        return by_request(responses[before:], requests)
+            responses = self._engine.generate(
+                [single.prompt for single in each],
+                [single.seed for single in each],
+                limits=[single.limit for single in each],
+                greedy=greedy,
+            )
+        return own_responses(responses, by_rank, rank % size)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
         """Return the log-probabilities of sequences by every rank's engine, see `proof.Engines`."""
@@ -126,12 +116,19 @@ class VllmEngine:
         """Shut vLLM down; the ranks' process group stays."""
         self._engine.close()
 
-    def _broken(self, what: str, error: Exception, hint: str) -> TrainingError:
-        LOG.debug("the rollout engine", exc_info=error)
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {' '.join(lines[:2])[:400]}"  # pydantic's is the second
-        rank = self._policy.ranks.rank
-        return TrainingError(f"rank {rank}: the rollout engine {what}: {reason}", hint=hint)
+    @contextmanager
+    def _explained(self, what: str, hint: str) -> Iterator[None]:
+        """Turn whatever vLLM and its kernels raise into a TrainingError."""
+        try:
+            yield
+        except PlumblineError:
+            raise
+        except Exception as error:
+            LOG.debug("the rollout engine", exc_info=error)
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            words = " ".join(lines[:2])[:400]  # pydantic's reason is in the second
+            reason = f"the rollout engine {what}: {type(error).__name__}: {words}"
+            raise TrainingError(f"rank {self._policy.ranks.rank}: {reason}", hint=hint) from error
 
     def _on_all(self, work: Callable[[], None]) -> None:
         """Do work on every rank; raise the first rank's error on all, so that none waits."""
@@ -147,19 +144,6 @@ class VllmEngine:
     @cached_property
     def _facts(self) -> Model:
         return model_facts(self._policy.job.base, self._policy.job.settings.dtype)
-
-    def _group_requests(self, requests: Sequence[Request]) -> tuple[list[Request], int]:
-        """Return the requests of all ranks that share this rank's engine, since each submits all.
-
-        The number is that of responses before this rank's own.
-        """
-        size, rank = self._how.tensor_parallel, self._policy.ranks.rank
-        if size == 1:
-            return list(requests), 0
-        first = rank // size * size
-        everyone = self._policy.ranks.all_objects(list(requests))
-        before = sum(request.samples for of_rank in everyone[first:rank] for request in of_rank)
-        return [r for of_rank in everyone[first : first + size] for r in of_rank], before
 
     def _by_rank(self, mine: list[T]) -> dict[str, list[T]]:
         everyone = self._policy.ranks.all_objects(mine)

@@ -99,7 +99,19 @@ class Policy:
                 specs[key] = TensorSpec(full_shape(parameter), dtype)
             require(judge(self.contract, specs), stage="weight sync")
         self._sums = self._sum_up()
-        self._require_finite(self._sums)
+        mine = [
+            name
+            for name, total in zip(self.parameters, self._sums, strict=True)
+            if not math.isfinite(total)
+        ]
+        broken = sorted({name for names in self.ranks.all_objects(mine) for name in names})
+        if broken:
+            raise TrainingError(
+                f"the policy cannot be synced to the rollout engine: {len(broken)} tensors are "
+                f"not finite, first {broken[0]}",
+                details=broken[:20],
+                hint=f"train.lr={self.job.settings.optim.lr / 10:g}",
+            )
         self.version += 1
         return self.version
 
@@ -142,21 +154,6 @@ class Policy:
             math.prod(full_shape(parameter)) * parameter.element_size()
             for parameter in self.parameters.values()
         )
-
-    def _require_finite(self, sums: tuple[float, ...]) -> None:
-        broken_here = [
-            name
-            for (name, parameter), total in zip(self.parameters.items(), sums, strict=True)
-            if not math.isfinite(total) and not torch.isfinite(self._share(parameter)).all()
-        ]
-        broken = sorted({name for names in self.ranks.all_objects(broken_here) for name in names})
-        if broken:
-            raise TrainingError(
-                f"the policy cannot be synced to the rollout engine: {len(broken)} tensors are "
-                f"not finite, first {broken[0]}",
-                details=broken[:20],
-                hint=f"train.lr={self.job.settings.optim.lr / 10:g}",
-            )
 
     def _sum_up(self) -> tuple[float, ...]:
         """Return the sum of this rank's part of every tensor: shows NaN, infinity and changes."""

@@ -113,13 +113,13 @@ class SyncProof:
         """
         ranks = policy.ranks
         if self.probes:
-            now = _trainer_scores(policy, self.probes)
-            scores = _of_responses(self.probes, engines)
+            now, scores = _trainer_scores(policy, self.probes), _scores(self.probes, engines)
             ranks.on_first(lambda: self.require_moved(version, now, scores))
-        responses = engines.sample_each(self.prompts, self.new_tokens, version)
         sampled = {
-            name: [Probe(*pair) for pair in zip(self.prompts, of_engine, strict=True)]
-            for name, of_engine in responses.items()
+            name: [Probe(*pair) for pair in zip(self.prompts, responses, strict=True)]
+            for name, responses in engines.sample_each(
+                self.prompts, self.new_tokens, version
+            ).items()
         }
         unique = {probe.sequence: probe for probes in sampled.values() for probe in probes}
         probes = list(unique.values())
@@ -137,7 +137,7 @@ class SyncProof:
         }
         self.recent.append(ranks.on_first(lambda: self.require_sampled(version, pairs)))
         del self.recent[:-RECENT]
-        self.remember(probes, plain, _of_responses(probes, engines))
+        self.remember(probes, plain, _scores(probes, engines))
 
     def remember(
         self, probes: list[Probe], trainer: Numbers, engines: Mapping[str, Numbers]
@@ -213,12 +213,10 @@ def _trainer_scores(policy: Policy, probes: Sequence[Probe], temperature: float 
     return numbers
 
 
-def _of_responses(probes: Sequence[Probe], engines: Engines) -> dict[str, Numbers]:
+def _scores(probes: Sequence[Probe], engines: Engines) -> dict[str, Numbers]:
     """Return each engine's log-probabilities of all responses, end to end."""
-    scores = engines.score([probe.sequence for probe in probes])
+    by_engine = engines.score([probe.sequence for probe in probes])
     return {
-        name: np.concatenate(
-            [s[len(p.prompt) - 1 :] for p, s in zip(probes, of_engine, strict=True)]
-        )
-        for name, of_engine in scores.items()
+        name: np.concatenate([s[len(p.prompt) - 1 :] for p, s in zip(probes, scores, strict=True)])
+        for name, scores in by_engine.items()
     }

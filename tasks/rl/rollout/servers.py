@@ -16,20 +16,17 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.machine import gpu_count
 from tasks.rl.responses import Request
-from tasks.rl.rollout.engine import by_request, singles
+from tasks.rl.rollout.engine import own_responses, singles
 from tasks.rl.rollout.in_rank import engine_settings
 from tasks.rl.rollout.merged import write_merged
 from tasks.rl.rollout.policy import Policy, memory_folder
 from tasks.rl.rollout.proof import Numbers, SyncProof
 from tasks.rl.settings import Online, Rollout
-from tasks.serving.rollout_servers.fleet import Fleet
-from tasks.serving.rollout_servers.remote import RemoteServer, request_body
-from tasks.serving.rollout_servers.started import places
+from tasks.serving.rollout_servers import Fleet, RemoteServer, places, request_body
 from tasks.serving.vllm.colocation import Generated
 from tasks.weights.model import Model, model_facts
 
@@ -59,8 +56,9 @@ class ServerEngine:
         servers = [RemoteServer(url.rstrip("/")) for url in urls]
         self._fleet = Fleet(how, self._sampling, servers)
         self._name = f"plumbline-{uuid.uuid4().hex[:8]}"
-        self._version = 0
-        self._ahead: tuple[Any, Future[list[Generated]] | None] | None = None  # on rank 0 a future
+        self.version = 0  # of the policy that the servers sample from
+        # Requests that are sampled in the background; the responses to come, on rank 0.
+        self._ahead: tuple[Everyone, Future[list[Generated]] | None] | None = None
         self._pool = ThreadPoolExecutor(1)
         self._stack = ExitStack()
         try:
@@ -73,11 +71,6 @@ class ServerEngine:
             raise
 
     @property
-    def version(self) -> int:
-        """Version of the policy that the servers sample from."""
-        return self._version
-
-    @property
     def mismatch(self) -> float:
         """Trainer-server log-prob difference at the last syncs, in nats per token."""
         return self._proof.mismatch
@@ -86,12 +79,12 @@ class ServerEngine:
         """Sync the policy's weights and prove it, see `engine.Engine`."""
         self.finish_ahead()
         version = self._policy.advance()
-        self._version = 0
-        folder = self._folder / self._named(version)
+        self.version = 0
+        folder = self._folder / f"{self._name}-v{version}"
         self._write(folder if self._ranks.first else None)
         self._ranks.on_first(lambda: self._fleet.publish(folder.name, folder))
         self._proof.prove(version, self._policy, self)
-        self._version = version
+        self.version = version
         self._ranks.on_first(lambda: self._forget_all_but(folder))
         return version
 
@@ -100,17 +93,18 @@ class ServerEngine:
     ) -> list[list[Generated]]:
         """Sample responses to this rank's requests, see `engine.Engine`.
 
-        Requests that `start_ahead` began are only collected.
+        The first call after `start_ahead` that is not greedy has its requests, and collects them.
         """
-        everyone = self._ranks.all_objects(list(requests))
-        if self._ahead is not None and not greedy and self._ahead[0] == _key(everyone):
-            responses = self._ranks.on_first(self._collect_ahead)
+        if self._ahead is not None and not greedy:
+            everyone, future = self._ahead
+            responses = self._ranks.on_first(lambda: _collected(future))
             self._ahead = None
-            return self._mine(everyone, responses)
-        self.finish_ahead()
-        self._policy.require_current(self._version)
-        responses = self._ranks.on_first(lambda: self._sample(everyone, greedy))
-        return self._mine(everyone, responses)
+        else:
+            self.finish_ahead()
+            self._policy.require_current(self.version)
+            everyone = self._ranks.all_objects(list(requests))
+            responses = self._ranks.on_first(lambda: self._sample(everyone, greedy))
+        return own_responses(responses, everyone, self._ranks.rank)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
         """Return the log-probabilities of sequences by every server, see `proof.Engines`."""
@@ -124,33 +118,21 @@ class ServerEngine:
         return self._ranks.on_first(lambda: self._fleet.sample_each(prompts, short, seed, seed))
 
     def start_ahead(self, requests: Sequence[Request]) -> None:
-        """Begin to sample responses in the background; the next `generate` collects them.
+        """Begin to sample responses in the background.
 
-        It gets the same requests. Raises TrainingError if the policy has changed since the last
-        sync.
+        Raises TrainingError if the policy has changed since the last sync.
         """
-        self._policy.require_current(self._version)
+        self._policy.require_current(self.version)
         everyone = self._ranks.all_objects(list(requests))
         first = self._ranks.first
         future = self._pool.submit(self._sample, everyone, False) if first else None
-        self._ahead = _key(everyone), future
+        self._ahead = everyone, future
 
     def finish_ahead(self) -> None:
         """Wait until the servers have nothing to do: a sync replaces what they sample from."""
         if self._ahead is not None:
             wait([future for future in self._ahead[1:] if future is not None])
             self._ranks.barrier()
-
-    def _collect_ahead(self) -> list[Generated]:
-        """Return what was sampled ahead, or raise what prevented it; on rank 0."""
-        assert self._ahead is not None
-        assert self._ahead[1] is not None
-        try:
-            return self._ahead[1].result()
-        except PlumblineError:
-            raise
-        except Exception as error:
-            raise TrainingError(f"sampling in the background failed: {error!r}") from error
 
     def sleep(self) -> None:
         """Nothing to free: the servers have memory of their own."""
@@ -175,9 +157,6 @@ class ServerEngine:
             )
             self._fleet.start(here, self._policy.job.checkpoints)
         self._fleet.require_able()
-
-    def _named(self, version: int) -> str:
-        return f"{self._name}-v{version}"
 
     def _forget_all_but(self, current: Path) -> None:
         """Remove earlier versions, which servers may read until they have the current one."""
@@ -210,27 +189,20 @@ class ServerEngine:
             write_merged(module, self._facts, folder, base=base)
 
     def _sample(self, everyone: Everyone, greedy: bool) -> list[Generated]:
-        requests = [request for of_rank in everyone for request in of_rank]
+        requests = (request for of_rank in everyone for request in of_rank)
         bodies = [
-            request_body(
-                each.prompt,
-                replace(self._sampling, max_new_tokens=each.limit),
-                each.seed,
-                greedy=greedy,
-            )
-            for each in singles(requests, self._rollout)
+            request_body(prompt, replace(self._sampling, max_new_tokens=limit), seed, greedy=greedy)
+            for prompt, seed, limit in singles(requests, self._rollout)
         ]
-        return self._fleet.generate(bodies, self._version)
-
-    def _mine(self, everyone: Everyone, responses: Sequence[Generated]) -> list[list[Generated]]:
-        """Return this rank's responses by request, from those of all ranks."""
-        rank = self._ranks.rank
-        before = sum(request.samples for of_rank in everyone[:rank] for request in of_rank)
-        return by_request(responses[before:], everyone[rank])
+        return self._fleet.generate(bodies, self.version)
 
 
-def _key(everyone: Everyone) -> list[Any]:
-    """Return what tells the requests of all ranks apart from others."""
-    return [
-        [(r.ids.tobytes(), r.samples, r.seed, r.limit) for r in requests] for requests in everyone
-    ]
+def _collected(future: Future[list[Generated]] | None) -> list[Generated]:
+    """Return what was sampled in the background, or raise what prevented it."""
+    assert future is not None
+    try:
+        return future.result()
+    except PlumblineError:
+        raise
+    except Exception as error:
+        raise TrainingError(f"sampling in the background failed: {error!r}") from error

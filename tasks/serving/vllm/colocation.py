@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ConfigError
 
+KEY_VARIABLE = "PLUMBLINE_API_KEY"
+"""Variable with the API key of model servers. Keys of other services are never sent."""
 RANKS_OF_ADAPTERS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM can allocate; an adapter uses the next larger one."""
 

@@ -9,7 +9,7 @@ number by number; before each request, a sample of slots and base is.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,39 +36,34 @@ class LoadedAdapter:
 
         Raises TrainingError for a tensor that no layer uses and for other numbers.
         """
-        wrong = self._ask(adapter_differences, folder, version)
-        if wrong:
-            raise TrainingError(
-                f"vLLM does not compute with version {version} of the policy, which was just "
-                f"synced: {first_and_more(wrong)}",
-                details=wrong[:20],
-            )
-        self._sample, self._version = self._ask(sample, version), version
+        self._version = version
+        self._require_none(
+            "its adapter is another", self._ask(adapter_differences, folder, version)
+        )
+        self._sample = self._ask(sample, version)
 
     def require_unchanged(self) -> None:
         """Compare adapter and base with what they were after the sync; raise TrainingError."""
-        if not self._version:
-            return
-        now = self._ask(sample, self._version)
+        now = self._ask(sample, self._version) if self._version else {}
         wrong = [
             difference(name, now.get(name, torch.zeros_like(sent)), sent)
             for name, sent in self._sample.items()
             if name not in now or not torch.equal(now[name], sent)
         ]
-        if wrong:
-            raise TrainingError(
-                f"vLLM's weights have changed since version {self._version} of the policy was "
-                f"synced, as after a wake that loads the base again: {first_and_more(wrong)}",
-                details=wrong[:20],
-            )
+        self._require_none("its weights have changed since, as after a wake", wrong)
 
     def require_used(self) -> None:
         """Raise TrainingError if a sequence of the last batch did not use the synced adapter."""
         used = self._ask(adapters_of_batch) if self._version else set()
-        if used - {self._version}:
+        others = [f"adapters {sorted(used)} (0: the base alone)"] if used - {self._version} else []
+        self._require_none("it answered with others", others)
+
+    def _require_none(self, what: str, wrong: Sequence[str]) -> None:
+        if wrong:
             raise TrainingError(
-                f"vLLM answered with adapters {sorted(used)} (0: the base alone) instead of "
-                f"version {self._version} of the policy"
+                f"vLLM does not sample from version {self._version} of the policy, which was "
+                f"synced: {what}: {first_and_more(wrong)}",
+                details=wrong[:20],
             )
 
     def _ask(self, work: Any, *args: Any) -> Any:

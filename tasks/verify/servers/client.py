@@ -18,7 +18,7 @@ import httpx
 
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import hide, hide_in_url, redact_url
-from tasks.serving.rollout_servers.remote import KEY_VARIABLE
+from tasks.serving.vllm.colocation import KEY_VARIABLE
 from tasks.verify.servers.server import ServerError
 
 EXCERPT = 300

@@ -1,0 +1,546 @@
+"""vLLM servers of `rollout=server`: policies and prompts in, token ids and log-probabilities out.
+
+    fleet = Fleet(how, sampling, [RemoteServer(url)])      servers elsewhere, and
+    fleet.start(places(2, how, ...), logs)                 those that this run starts here
+    fleet.publish("policy-v3", folder)                     on every server
+    fleet.generate(bodies, version=3)                      by all servers together
+
+Prompts stand in one queue: a server that is free takes the next, and each is answered once. A
+server that does not answer after a few attempts is lost: its prompts go back to the queue. With no
+server left the run ends, and the same command goes on from the last checkpoint.
+
+Started servers listen on loopback with an API key of this run, on free GPUs or on CPU cores. They
+end with the rank that started them (`tasks/process/child.py`), whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError, ConfigError, PlumblineError, TrainingError
+from tasks.core.redaction import hide
+from tasks.serving.http_server import HOST, NAME, EndedError, Server, free_port
+from tasks.serving.vllm.colocation import (
+    KEY_VARIABLE,
+    Colocation,
+    Generated,
+    Sampling,
+    room_for_rank,
+)
+from tasks.serving.vllm.job import environment
+from tasks.serving.vllm.server import plugin, serve_command
+
+T = TypeVar("T")
+LOG = logging.getLogger("plumbline.rl")
+PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses between the attempts at a request; after the last one the server is lost."""
+_REQUEST_S = 60.0
+_OF_RANKS = (
+    "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_", "OMP_", "MKL_", "TORCHELASTIC_",
+    "TORCHDYNAMO_", "TORCH_NCCL_", "DS_",
+)  # fmt: skip
+"""Prefixes of a rank's variables that a server must not inherit: it would take itself for one."""
+
+
+class UnavailableError(PlumblineError):
+    """A server cannot be reached, broke the connection, is busy, or failed with status 5xx."""
+
+
+class RefusedError(PlumblineError):
+    """A server refuses a request: no other server would accept it."""
+
+
+@dataclass
+class RemoteServer:
+    """One vLLM server; its methods may run in several threads at once."""
+
+    url: str  # address, without a slash at its end
+    key: str = field(default="", repr=False)  # API key; "" for the variable `KEY_VARIABLE`
+    base: str = ""  # name of the model that it serves; "" before `problems` has asked it
+    model: str = ""  # name to sample from: an adapter's, or the base's
+    lost: str = ""  # why it is not used any more; "" while it is
+
+    def __post_init__(self) -> None:
+        key = self.key or (os.environ.get(KEY_VARIABLE) or "").strip()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if key:
+            hide(key)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx.Client(base_url=self.url, headers=headers, limits=limits)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def problems(self, adapter: bool, max_model_len: int) -> list[str]:
+        """Return everything that keeps the server from sampling responses of a policy.
+
+        `adapter`: the policy comes as an adapter; `max_model_len`: tokens of prompt and response.
+        """
+        try:
+            version = self._json("GET", "/version").get("version")
+            cards = self._json("GET", "/v1/models")["data"]
+        except UnavailableError as error:
+            return [error.message]
+        except (RefusedError, KeyError, TypeError, AttributeError) as error:
+            return [f"{self.url} is no vLLM server: {error}"]
+        wrong = []
+        first: Mapping[str, Any] = next((card for card in cards if card.get("parent") is None), {})
+        self.base = self.model = str(first.get("id", ""))
+        length = first.get("max_model_len") or 0
+        if length < max_model_len:
+            wrong.append(f"{self.url}: max_model_len is {length}, and {max_model_len} are needed")
+        route, variable = "/collective_rpc", "VLLM_SERVER_DEV_MODE"
+        if adapter:
+            route, variable = "/v1/load_lora_adapter", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+        if self._request("POST", route, {}).status_code in (404, 405):
+            wrong.append(f"{self.url}: no {route}: it was started without {variable}=1")
+        try:
+            body = request_body([1, 2, 3], Sampling(max_new_tokens=1), 1) | {"model": self.model}
+            generated(self._json("POST", "/v1/completions", body), body, 0)
+        except (UnavailableError, RefusedError, ArtifactError) as error:
+            wrong.append(f"{error.message} (vLLM {version})")
+        return wrong
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
+        """Return the log-probability of every token but the first of each sequence, (T-1,).
+
+        They are at temperature 1, whatever the temperature of sampling is.
+        """
+        prompts = [list(map(int, ids)) for ids in sequences]
+        body: dict[str, Any] = {"model": self.model, "prompt": prompts, "max_tokens": 1}
+        body |= {"temperature": 0.0, "prompt_logprobs": 0}
+        choices = self._json("POST", "/v1/completions", body)["choices"]
+        by_index = sorted(choices, key=lambda choice: int(choice["index"]))
+        listed = [choice.get("prompt_logprobs") or [] for choice in by_index]
+        if list(map(len, listed)) != list(map(len, sequences)):
+            raise ArtifactError(f"{self.url} does not return the log-probability of every token")
+        return [
+            np.array([places[i][str(ids[i])]["logprob"] for i in range(1, len(ids))])
+            for ids, places in zip(prompts, listed, strict=True)
+        ]
+
+    def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
+        """Load an adapter and sample from it from now on.
+
+        The PEFT folder has to stay while it is used. Raises ArtifactError if the server refuses it,
+        UnavailableError if the server is lost.
+        """
+        body = {"lora_name": name, "lora_path": str(folder)}
+        self._load("/v1/load_lora_adapter", body, folder, timeout_s)
+        listed = {str(card.get("id")) for card in self._json("GET", "/v1/models")["data"]}
+        if name not in listed:
+            raise ArtifactError(f"{self.url} loaded {name} and does not list it afterwards")
+        self.model = name
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; one that is not there is no error."""
+        self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def load_weights(self, folder: Path, timeout_s: float) -> None:
+        """Load full weights in the place of the present ones, and forget all cached prefixes.
+
+        Errors are those of `load_adapter`.
+        """
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._load("/collective_rpc", body, folder, timeout_s)
+        self._load("/reset_prefix_cache", {}, folder, timeout_s)
+
+    def complete(self, body: Mapping[str, Any], version: int, until: float) -> Generated:
+        """Return the response to one request; try again while the server does not answer.
+
+        `until` is a time of `time.monotonic()`. Raises UnavailableError after the last attempt,
+        RefusedError or ArtifactError at once.
+        """
+        body, problem = {**body, "model": self.model}, UnavailableError(self.lost)
+        for pause_s in (0.0, *PAUSES_S):
+            time.sleep(pause_s)
+            left = until - time.monotonic()
+            if self.lost or left <= 0:
+                break
+            try:
+                response = self._request("POST", "/v1/completions", body, left)
+                if response.is_success:
+                    return generated(response.json(), body, version)
+            except UnavailableError as error:
+                problem = error
+                continue
+            problem = UnavailableError(f"{self.url}: {reason(response)}")
+            if response.status_code != 429 and response.status_code < 500:
+                raise RefusedError(problem.message, hint="the log of the server says why")
+        raise problem
+
+    def _load(self, path: str, body: Mapping[str, Any], folder: Path, timeout_s: float) -> None:
+        response = self._request("POST", path, body, timeout_s)
+        if not response.is_success:
+            raise ArtifactError(
+                f"{self.url} does not load {folder.name}: {reason(response)}",
+                hint="rollout.sync_dir=<folder that all servers can read>, and a server that was "
+                "started with the options that the error names",
+            )
+
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        response = self._request(method, path, body)
+        try:
+            response.raise_for_status()
+            return response.json()
+        except (httpx.HTTPStatusError, ValueError):
+            raise RefusedError(f"{self.url}{path}: {reason(response)}") from None
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = _REQUEST_S,
+    ) -> httpx.Response:
+        try:
+            return self._client.request(method, path, json=body, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            what = f"{self.url} does not answer ({type(error).__name__}: {error})"
+            raise UnavailableError(what) from None
+
+
+def request_body(
+    prompt: Sequence[int], sampling: Sampling, seed: int, *, greedy: bool = False
+) -> dict[str, Any]:
+    """Return the request for one response, without the name of the model.
+
+    Every option of sampling is set: vLLM would take others from the model's folder.
+    """
+    how: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    if not greedy:
+        how = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        how |= {"top_k": sampling.top_k, "seed": seed}
+    return how | {
+        "prompt": list(map(int, prompt)),
+        "max_tokens": sampling.max_new_tokens,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logprobs": 0,
+        "ignore_eos": True,  # end tokens come from `sampling`, not from the model folder
+        "stop_token_ids": list(sampling.ends),
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def reason(response: httpx.Response) -> str:
+    """Return the status and the start of the server's own words for it."""
+    return f"{response.status_code} {' '.join(response.text.split())[:300]}"
+
+
+def generated(answer: Mapping[str, Any], body: Mapping[str, Any], version: int) -> Generated:
+    """Return the response in a server's answer to a request.
+
+    Raises ArtifactError if another model answered, token ids or log-probabilities are missing, or
+    the server cuts responses.
+    """
+    if answer.get("model") != body["model"]:
+        raise ArtifactError(f"{answer.get('model')} answered instead of {body['model']}")
+    choice = answer["choices"][0]
+    ids = choice.get("token_ids") or []
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    if not ids or len(ids) != len(logprobs) or None in logprobs:
+        raise ArtifactError(
+            f"a response with {len(ids)} token ids and {len(logprobs)} log-probabilities: the "
+            "server does not return both, as vLLM 0.10.2 and later do"
+        )
+    ended = choice.get("finish_reason") == "stop"
+    if not ended and len(ids) < body["max_tokens"]:
+        raise ArtifactError(
+            f"the server cuts responses after {len(ids)} of {body['max_tokens']} tokens",
+            hint="start it without a limit of its own (max_new_tokens)",
+        )
+    return Generated(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), ended, version)
+
+
+@dataclass
+class Fleet:
+    """The rollout servers of a run."""
+
+    how: Colocation  # settings of a server
+    sampling: Sampling  # sampling parameters of responses
+    servers: list[RemoteServer] = field(default_factory=list)  # lost ones, too
+    started: list[StartedServer] = field(default_factory=list)  # those that this run has started
+    adapter: str = ""  # name of the adapter that the servers have; "" for full weights
+
+    def start(self, places: Sequence[Place], logs: Path) -> None:
+        """Start a server at each place, and wait until all are ready. Raises TrainingError."""
+        for number, place in enumerate(places):
+            path = logs / f"rollout-server-{number}.log"
+            self.started.append(StartedServer(self.how, self.sampling, place, log_path=path))
+            self.servers.append(self.started[-1].remote)
+        for server in self.started:
+            server.wait()
+
+    @property
+    def present(self) -> list[RemoteServer]:
+        """Return the servers that are not lost."""
+        return [server for server in self.servers if not server.lost]
+
+    def require_able(self) -> None:
+        """Raise ConfigError with every problem of every server, and the command of a good one."""
+        adapter, length = self.how.adapter_rank is not None, self.how.max_model_len
+        problems = [p for server in self.servers for p in server.problems(adapter, length)]
+        if problems:
+            raise ConfigError(
+                f"rollout servers: {problems[0]}", details=problems, hint=self._command
+            )
+
+    def publish(self, name: str, folder: Path) -> None:
+        """Load a policy into every server that is not lost.
+
+        The name of an adapter contains its version; full weights need none. The folder has to stay
+        until the next policy is published. Raises ArtifactError if servers refuse it.
+        """
+        timeout_s = self.how.timeout_s
+        if self.how.adapter_rank is None:
+            self._each(lambda server: server.load_weights(folder, timeout_s))
+        else:
+            self.adapter = name
+            self._each(lambda server: server.load_adapter(name, folder, timeout_s))
+
+    def forget(self, name: str) -> None:
+        """Unload an adapter that is not used any more."""
+        self._each(lambda server: server.unload_adapter(name))
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[NDArray[np.float64]]]:
+        """Return the log-probabilities of sequences by each server, by its address."""
+        return self._each(lambda server: server.score(sequences))
+
+    def sample_each(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, version: int
+    ) -> dict[str, list[Generated]]:
+        """Return one response to each prompt by each server, by its address."""
+        bodies = [request_body(p, sampling, seed + number) for number, p in enumerate(prompts)]
+        return self._each(lambda server: self.generate(bodies, version, [server]))
+
+    def generate(
+        self,
+        bodies: Sequence[dict[str, Any]],
+        version: int,
+        servers: Sequence[RemoteServer] | None = None,
+    ) -> list[Generated]:
+        """Return the responses to requests, in order, by all servers or by some of them.
+
+        Raises TrainingError if no server is left or the time is over, ArtifactError if a server
+        does not return what is needed.
+        """
+        queue, answers = deque(range(len(bodies))), dict[int, Generated]()
+        until = time.monotonic() + self.how.timeout_s
+
+        def work(server: RemoteServer) -> None:
+            while not server.lost and time.monotonic() < until:
+                try:
+                    number = queue.popleft()
+                except IndexError:
+                    return
+                try:
+                    answers[number] = server.complete(bodies[number], version, until)
+                except UnavailableError as error:
+                    queue.appendleft(number)
+                    if not server.lost and time.monotonic() < until:
+                        server.lost = error.message
+                        LOG.warning("rollout server lost (%s)", server.lost)
+                except PlumblineError:  # no other server would do better
+                    queue.clear()
+                    raise
+
+        while len(answers) < len(bodies):  # again if a lost server gave prompts back
+            if time.monotonic() >= until:
+                raise TrainingError(
+                    f"rollouts: {len(bodies) - len(answers)} of {len(bodies)} responses are "
+                    f"missing after {self.how.timeout_s:g} s",
+                    hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
+                )
+            present = [server for server in servers or self.servers if not server.lost]
+            if not present:
+                raise self._none_left()
+            # Each takes turns, so that few requests are spread over all servers.
+            workers = present * min(self.how.max_num_seqs, len(queue))
+            with ThreadPoolExecutor(max(1, len(workers))) as pool:
+                list(pool.map(work, workers))
+        return [answers[number] for number in range(len(bodies))]
+
+    def close(self) -> None:
+        """Unload the policy from servers of others, and end those of this run."""
+        own = [server.remote for server in self.started]
+        for server in self.servers:
+            if server not in own and self.adapter and not server.lost:
+                with suppress(PlumblineError):
+                    server.unload_adapter(self.adapter)
+            server.close()
+        for started in self.started:
+            started.end()
+
+    def _each(self, work: Callable[[RemoteServer], T]) -> dict[str, T]:
+        """Return the results of all present servers, asked at the same time, by address.
+
+        Raises ArtifactError if servers refuse; details name each. Raises TrainingError if no server
+        is left.
+        """
+        refused: list[PlumblineError] = []
+
+        def attempt(server: RemoteServer) -> list[T]:
+            try:
+                return [work(server)]
+            except (ArtifactError, RefusedError) as error:
+                refused.append(error)
+            except (UnavailableError, TrainingError) as error:
+                server.lost = server.lost or error.message
+            return []
+
+        present = self.present
+        with ThreadPoolExecutor(max(1, len(present))) as pool:
+            results = list(pool.map(attempt, present))
+        if refused:
+            details = [error.message for error in refused]
+            raise ArtifactError(details[0], details=details, hint=self._command)
+        if not self.present:
+            raise self._none_left()
+        return {s.url: result[0] for s, result in zip(present, results, strict=True) if result}
+
+    @property
+    def _command(self) -> str:
+        return f"a server for this run: {typed_command(self.how, self.sampling)}"
+
+    def _none_left(self) -> TrainingError:
+        lost = [server.lost for server in self.servers]
+        return TrainingError(
+            f"no rollout server is left: {lost[0] if lost else 'none was named'}",
+            details=lost,
+            hint="the servers' logs say why; start them again and run the same command: it "
+            "goes on from the last checkpoint",
+        )
+
+
+def options(how: Colocation, sampling: Sampling) -> list[str]:
+    """Return the options of `vllm serve` that rollouts need, wherever the server runs."""
+    values = {
+        "--dtype": how.dtype,
+        "--max-model-len": how.max_model_len,
+        "--max-num-seqs": how.max_num_seqs,
+        "--tensor-parallel-size": how.tensor_parallel,
+        "--logprobs-mode": sampling.logprobs_mode,
+        "--generation-config": "vllm",
+    }
+    words = [str(word) for option in values.items() for word in option]
+    if how.trust_remote_code:
+        words.append("--trust-remote-code")
+    if how.adapter_rank is None:
+        # A tied head would keep its old packed copy on a CPU, so it is untied and synced, too.
+        return [*words, "--hf-overrides", '{"tie_word_embeddings": false}']
+    rank = str(room_for_rank(how.adapter_rank))
+    return [*words, "--enable-lora", "--max-lora-rank", rank, "--max-loras", "1"]
+
+
+def switch(how: Colocation) -> str:
+    """Return the environment variable that lets a server take new weights."""
+    as_adapter = how.adapter_rank is not None
+    return "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if as_adapter else "VLLM_SERVER_DEV_MODE"
+
+
+def typed_command(how: Colocation, sampling: Sampling) -> str:
+    """Return the command line that starts a server for this run on another machine."""
+    words = ["vllm", "serve", str(how.model), "--host", "0.0.0.0", "--port", "8000"]
+    return f"{switch(how)}=1 {shlex.join([*words, *options(how, sampling)])}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Machine resources of one server."""
+
+    gpus: tuple[str, ...] = ()  # values for CUDA_VISIBLE_DEVICES; empty on a CPU
+    threads: int = 1  # on a CPU
+
+
+def places(
+    count: int, how: Colocation, *, gpus: int, ranks: int, busy_threads: int, threads: int | None
+) -> list[Place]:
+    """Return a place for each server: GPUs after those of the ranks, or equal parts of the cores.
+
+    The ranks have `busy_threads` CPU threads while servers generate. The preflight has counted the
+    GPUs.
+    """
+    if not gpus:
+        cores = max(1, len(os.sched_getaffinity(0)) - busy_threads)
+        return [Place(threads=threads or max(1, cores // count))] * count
+    size = how.tensor_parallel
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    names = visible or [str(number) for number in range(gpus)]
+    starts = range(ranks, ranks + count * size, size)
+    return [Place(gpus=tuple(names[start : start + size])) for start in starts]
+
+
+class StartedServer:
+    """A vLLM server that this run started."""
+
+    def __init__(
+        self, how: Colocation, sampling: Sampling, place: Place, *, log_path: Path
+    ) -> None:
+        self._log_path, self._until = log_path, time.monotonic() + how.timeout_s
+        port, key = free_port(), secrets.token_hex(16)
+        words = ["--host", HOST, "--port", str(port), "--served-model-name", NAME]
+        words += ["--uvicorn-log-level", "warning", *options(how, sampling)]
+        words += ["--max-num-batched-tokens", str(max(2048, how.max_model_len))]
+        env = environment(1, place.threads) | {switch(how): "1", "VLLM_API_KEY": key}
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if place.gpus:
+            del env["OMP_NUM_THREADS"]
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+            words += ["--gpu-memory-utilization", str(how.gpu_memory)]
+        else:
+            nbytes = str(int(how.kv_cache_gib * 2**30))
+            words += ["--kv-cache-memory-bytes", nbytes, "--gpu-memory-utilization", "0.01"]
+            # vLLM 0.32 rewinds the generator of a half-read prompt, which a CPU's cannot do.
+            words += ["--no-enable-chunked-prefill", "--enforce-eager"]
+            env |= plugin(log_path.parent) | {"TORCHDYNAMO_DISABLE": "1"}
+        unset = [name for name in os.environ if name.startswith(_OF_RANKS) and name not in env]
+        argv = ["env", *(word for name in unset for word in ("-u", name))]
+        argv += [*serve_command(how.model), *words]
+        self._server = Server(argv, port, stage="rollout", log=LOG, log_path=log_path, env=env)
+        self.remote = RemoteServer(self._server.url, key=key)
+
+    def wait(self) -> None:
+        """Wait until the server is healthy.
+
+        Raises TrainingError with its last lines if it has ended or the time is over.
+        """
+        try:
+            self._server.wait_until_healthy(self._until)
+        except EndedError:
+            tail = self._server.last_lines()
+            ended = "ended" if self._server.child.poll() is not None else "is not ready in time"
+            raise TrainingError(
+                f"a rollout server {ended}: {tail[-1] if tail else ''}",
+                details=[*tail, f"log: {self._log_path}"],
+                hint="more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> "
+                "on a GPU; or rollout=vllm",
+            ) from None
+
+    def end(self) -> None:
+        """End the server and all of its processes."""
+        self._server.end()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's supervisor."""
+        return self._server.child.pid

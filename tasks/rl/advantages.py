@@ -1,4 +1,4 @@
-"""Advantage estimators (GAE, GRPO, RLOO, REINFORCE++). Pure functions of rewards.
+"""Estimators of advantages (GAE, GRPO, RLOO, REINFORCE++) and of the KL: functions of tensors.
 
 `by_...` are those of the algorithms: functions of an iteration's `Experience` and section `rl` that
 return advantages (N,) and the critic's targets (N,), None without a critic. The score of a response
@@ -17,8 +17,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
-from tasks.rl.kl import estimate_kl
 
 if TYPE_CHECKING:
     from tasks.rl.experience import Experience
@@ -101,6 +99,33 @@ def _kl(x: Experience, loop: Loop) -> torch.Tensor | None:
     assert x.reference is not None
     assert x.old is not None, "with a reference the update does not measure it"
     return estimate_kl(x.old, x.reference, loop.kl_estimator)
+
+
+def estimate_kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimate KL(policy || reference) of each token, in nats, from tokens that the policy sampled.
+
+    J. Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). With policy p,
+    reference q and d = log p - log q:
+
+        k1 = d                  unbiased for KL(p || q), of either sign
+        k2 = d^2 / 2            biased, positive, of low variance
+        k3 = exp(-d) - 1 + d    unbiased, positive, of low variance; at most 10 nats here
+
+    In a loss the derivative counts, not the value. The derivative of k1 is zero on average, so k1
+    gets the derivative d * grad log p instead. Its average is the gradient of KL(p || q); k2 has it
+    by itself. k3 keeps its own derivative, as in GRPO (arXiv:2402.03300, eq. 4): its average is the
+    gradient of KL(q || p), which has the same minimum.
+    """
+    log_ratio = logprobs - reference
+    if estimator == "k3":
+        # Clamps as in verl's core_algos.py: without them one token of 34 nats outweighs a batch.
+        log_ratio = log_ratio.clamp(-20, 20)
+        return (torch.expm1(-log_ratio) + log_ratio).clamp(max=10)
+    half_square = log_ratio.square() / 2
+    if estimator == "k2":
+        return half_square
+    assert estimator == "k1", estimator
+    return log_ratio.detach() + half_square - half_square.detach()
 
 
 def gae(

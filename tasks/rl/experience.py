@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -139,23 +139,3 @@ def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
             [r.ids for r in responses], np.concatenate([r.marks for r in responses])
         ),
     )
-
-
-def measure_tokens(
-    experience: Experience,
-    ranks: Ranks,
-    *,
-    size: int,
-    measure: Callable[[Row], Mapping[str, torch.Tensor]],
-) -> Experience:
-    """Measure every token, each rank its own rows of `size` responses, without gradients.
-
-    `measure` returns (tokens of the row,) tensors by name.
-    """
-    rows = experience.rows(ranks.world_size, ranks.rank, size)
-    measurements: dict[str, list[torch.Tensor]] = {}
-    with torch.no_grad():
-        for chosen in rows:
-            for name, numbers in measure(experience.row(chosen).to(ranks.device)).items():
-                measurements.setdefault(name, []).append(numbers.float())
-    return experience.with_measurements(ranks, rows, measurements)

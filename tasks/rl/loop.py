@@ -17,10 +17,8 @@ from dataclasses import dataclass, field
 from tasks.core.errors import ConfigError
 from tasks.core.events import emit, keep_in
 from tasks.rl.collect import Collected, Collector
-from tasks.rl.correction import MismatchLimits
 from tasks.rl.experience import pack_experience
-from tasks.rl.experience_scoring import ExperienceScorer
-from tasks.rl.kl import adapted
+from tasks.rl.measure import ExperienceScorer, MismatchLimits
 from tasks.rl.metrics import Clock, collected, evaluated, samples_of, speeds
 from tasks.rl.prompts import PromptOrder
 from tasks.rl.responses import ScoredResponse
@@ -205,3 +203,16 @@ def iterations(loop: Loop, batch: Batch, prompts: int) -> int:
     if loop.iterations is not None:
         return loop.iterations
     return max(1, math.ceil(batch.epochs * prompts / loop.rollout_batch_size))
+
+
+def adapted(coef: float, kl: float, responses: int, loop: Loop) -> float:
+    """Return the KL coefficient after an iteration with this KL, in nats per token.
+
+    Without `rl.kl_target` it is constant. Else the proportional controller of arXiv:1909.08593,
+    2.2, eq. 4: the relative error e = kl / target - 1, clipped to +-0.2, multiplies it by
+    (1 + e)^(responses / horizon), of which the paper's factor is the first-order approximation.
+    """
+    if loop.kl_target is None:
+        return coef
+    error = min(max(kl / loop.kl_target - 1, -0.2), 0.2)
+    return float(coef * (1 + error) ** (responses / loop.kl_horizon))

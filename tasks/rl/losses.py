@@ -1,7 +1,21 @@
-"""Losses of online RL: the clipped policy loss, and the critic's.
+"""Losses of online RL: the clipped policy loss with its importance weights, and the critic's.
 
 Shape suffixes: n tokens and s responses of one packed row. Log-probabilities are natural, in nats,
 at the sampling temperature. Losses are parts of the minibatch's: those of its rows add up.
+
+The rollout engine computes the policy with other kernels than the trainer. Responses are sampled
+from the engine's distribution and trained on as if from the trainer's. Importance weights
+r = exp(trainer's - engine's log-probability) correct the expectation. The kinds differ in how they
+treat a large or small r:
+
+    none            1 for every r
+    tis             min(r, high): Yao et al. 2025, "Your efficient RL framework secretly brings you
+                    off-policy RL training"
+    icepop          r within [low, high], else 0: drops the token. Ling team 2025, "Small leak can
+                    sink a great ship: boost RL training on MoE with IcePop"
+    sequence_mask   r of the whole response (the product over its tokens) within [low, high], on
+                    all of its tokens, else 0: drops the response. Liu, Li et al. 2025, "When speed
+                    kills stability" (Seq-MIS)
 """
 
 from __future__ import annotations
@@ -10,10 +24,9 @@ from typing import NamedTuple
 
 import torch
 
-from tasks.rl.advantages import spread, sums
+from tasks.rl.advantages import estimate_kl, spread, sums
 from tasks.rl.algorithms import Algorithm
 from tasks.rl.experience import Experience
-from tasks.rl.kl import estimate_kl
 from tasks.rl.settings import Loop
 from tasks.training.losses import Loss
 
@@ -32,17 +45,14 @@ def policy_loss(
     totals: Totals,
     algorithm: Algorithm,
     loop: Loop,
-    *,
-    weights_n: torch.Tensor,
     entropy_n: torch.Tensor | None = None,
 ) -> Loss:
     """Return this row's part of -mean(min(ratio A, clipped ratio A)) + KL - entropy, weighted.
 
     PPO arXiv:1707.06347, eq. 7; different clips on the two sides: DAPO arXiv:2503.14476, eq. 10; a
     bound for negative advantages: dual clip arXiv:1912.09729, eq. 5; one ratio per response: GSPO
-    arXiv:2507.18071, eq. 7. `weights_n` are importance weights, see `correction.weights`;
-    `entropy_n` in nats and with gradient, if the loss needs it: its mean is over tokens, whatever
-    the algorithm's.
+    arXiv:2507.18071, eq. 7. `entropy_n` in nats and with gradient, if the loss needs it: its mean
+    is over tokens, whatever the algorithm's.
 
     Metrics, whose sums over rows and ranks are means over the minibatch: `policy_loss` (without KL
     and entropy); per token `approx_kl` (to the old policy, k3), `ratio`, `clip_low_frac` and
@@ -64,6 +74,7 @@ def policy_loss(
     if loop.dual_clip is not None:
         bound_n = torch.maximum(objective_n, loop.dual_clip * advantages_n)
         objective_n = torch.where(advantages_n < 0, bound_n, objective_n)
+    weights_n = correction_weights(row.old, row.sampled, row.lengths, loop)
     policy = -(share_n * (weights_n * objective_n)).sum()
     value = policy
     if row.kl_coef and loop.kl_in == "loss":
@@ -119,3 +130,23 @@ def value_loss(values_n: torch.Tensor, row: Experience, totals: Totals, clip: fl
     value = torch.maximum(squares_n, clipped_n).sum() / 2 / totals.tokens
     decided = (clipped_n > squares_n).to(values_n.dtype).sum() / totals.tokens
     return Loss(value, {"value_loss": value.detach(), "value_clip_frac": decided})
+
+
+def correction_weights(
+    old_n: torch.Tensor, sampled_n: torch.Tensor, lengths_s: torch.Tensor, loop: Loop
+) -> torch.Tensor:
+    """Return the importance weight of each token by `rl.correction`, (n,), without gradient."""
+    kind, high, low = loop.correction, loop.correction_high, loop.correction_low
+    log_ratio_n = (old_n - sampled_n).detach()
+    if kind == "none":
+        return torch.ones_like(log_ratio_n)
+    if kind == "tis":
+        return log_ratio_n.exp().clamp(max=high)
+    if kind == "icepop":
+        return _within(log_ratio_n.exp(), low, high)
+    assert kind == "sequence_mask", kind
+    return spread(_within(sums(log_ratio_n, lengths_s).exp(), low, high), lengths_s)
+
+
+def _within(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)

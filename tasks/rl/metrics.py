@@ -12,9 +12,7 @@ import numpy as np
 import torch
 
 from tasks.rl.advantages import without_signal
-from tasks.rl.correction import Mismatch
 from tasks.rl.experience import Experience
-from tasks.rl.kl import estimate_kl
 from tasks.rl.responses import Response, ScoredResponse
 
 SHOWN = 4
@@ -82,47 +80,6 @@ def evaluated(scored: Sequence[ScoredResponse]) -> dict[str, float]:
         "length_max": float(lengths.max()),
         "truncated": float(np.mean([not response.generated.ended for response in responses])),
     }
-
-
-def compared(old_N: torch.Tensor, measured: Mismatch, mismatch: float | None) -> dict[str, float]:
-    """Return metrics of the trainer's log-probabilities of the response tokens, before the update.
-
-    `entropy` is their negated mean: an unbiased estimate of the policy's entropy if the responses
-    were sampled from it. `mismatch` is that of the servers, if an older version of the policy may
-    have sampled the responses: what was measured is then more than mismatch.
-    """
-    name = "mismatch" if mismatch is None else "off_policy"
-    return {
-        "mismatch/mean_abs": measured.mean_abs if mismatch is None else mismatch,
-        f"{name}/mean_abs": measured.mean_abs,
-        f"{name}/max_abs": measured.max_abs,
-        f"{name}/kl": measured.kl,
-        "entropy": float(-old_N.mean()),
-    }
-
-
-def estimates(experience: Experience) -> dict[str, float]:
-    """Return metrics of advantages and values.
-
-    `advantage_std`; with a reference the KL to it in nats per token: `kl` by k3, clamped, and
-    `kl_k1` by k1, which `rl.kl_limit` and an adaptive `rl.kl_coef` go by; `explained_variance` if
-    there is a critic.
-    """
-    assert experience.advantages is not None
-    metrics = {"advantage_std": float(experience.advantages.std(correction=0))}
-    if experience.reference is not None:
-        assert experience.old is not None
-        old, reference = experience.old.double(), experience.reference.double()
-        metrics["kl"] = float(estimate_kl(old, reference, "k3").mean())
-        metrics["kl_k1"] = float((old - reference).mean())
-    if experience.values is not None and experience.returns is not None:
-        returns, variance = (
-            experience.returns.double(),
-            experience.returns.double().var(correction=0),
-        )
-        unexplained = (returns - experience.values.double()).var(correction=0)
-        metrics["explained_variance"] = float(1 - unexplained / variance) if variance else 0.0
-    return metrics
 
 
 def speeds(clock: Clock, experience: Experience, begin: float) -> dict[str, float]:

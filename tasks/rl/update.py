@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.rl import correction
 from tasks.rl.critic import Critic
 from tasks.rl.experience import Experience
-from tasks.rl.experience_scoring import ExperienceScorer
 from tasks.rl.losses import Totals, policy_loss, value_loss
+from tasks.rl.measure import ExperienceScorer
 from tasks.rl.setup import Setup
 from tasks.training.engine import checkpoint
 from tasks.training.loop import MAX_SKIPPED
@@ -128,18 +127,7 @@ class Updater:
             if row.old is None:
                 measured.append(logprobs.detach())
                 row = replace(row, old=measured[-1].float())
-            assert row.old is not None
-            weights = correction.weights(
-                row.old,
-                row.sampled,
-                row.lengths,
-                kind=loop.correction,
-                high=loop.correction_high,
-                low=loop.correction_low,
-            )
-            return policy_loss(
-                logprobs, row, totals, setup.algorithm, loop, weights_n=weights, entropy_n=entropy
-            )
+            return policy_loss(logprobs, row, totals, setup.algorithm, loop, entropy)
 
         metrics = self._accumulate("policy", setup.engine, step, rows, loss_of)
         comparison: dict[str, float] = {}

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from tasks.drift.fingerprint import drift
-from tasks.rl import advantages, correction
+from tasks.rl import advantages
 from tasks.rl.algorithms import ALGORITHMS
-from tasks.rl.experience import measure_tokens, pack_experience
+from tasks.rl.experience import pack_experience
 from tasks.rl.losses import Totals, policy_loss, value_loss
+from tasks.rl.measure import measure_tokens
 from tasks.rl.responses import Prompt, Response, ScoredResponse
 from tasks.serving.reference import measure
 from tasks.serving.reference.rewards import _rewarder
@@ -158,13 +159,9 @@ def test_responses_are_measured_and_learned_from(elsewhere: None) -> None:
         logprobs, entropies = model(row=got.row([0, 3]).to(device), outputs=outputs)
         got = replace(got, advantages=estimated, returns=estimated, values=got.old)
         row, totals = got.part([0, 3], device), Totals(5, 2, 8)
-        weights = correction.weights(
-            row.old, row.sampled, row.lengths, kind="sequence_mask", high=9.0, low=0.0
-        )
-        loss = policy_loss(
-            logprobs, row, totals, ALGORITHMS["gspo"], Loop(entropy_coef=0.1), weights_n=weights,
-            entropy_n=entropies,
-        )  # fmt: skip
+        corrected = {"correction_high": 9.0, "correction_low": 0.0}
+        loop = Loop(entropy_coef=0.1, correction="sequence_mask", **corrected)
+        loss = policy_loss(logprobs, row, totals, ALGORITHMS["gspo"], loop, entropies)
         loss.value.backward()
         values = value_loss(logprobs.detach(), row, totals, 0.2)
         gradients = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 
 from tasks.rl import metrics
-from tasks.rl.experience import (
-    Experience,
-    measure_tokens,
-    pack_experience,
-)
+from tasks.rl.experience import Experience, pack_experience
+from tasks.rl.measure import measure_tokens
 from tasks.rl.responses import ScoredResponse
 from tasks.rl.update import minibatches
 from tests.rl.making import response

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.rl import correction, kl
+from tasks.rl.advantages import estimate_kl
 from tasks.rl.algorithms import Algorithm
 from tasks.rl.experience import Experience
-from tasks.rl.losses import Totals, policy_loss, value_loss
+from tasks.rl.loop import adapted
+from tasks.rl.losses import Totals, correction_weights, policy_loss, value_loss
+from tasks.rl.measure import MismatchLimits, mismatch
 from tasks.training.losses import Loss
 from tests.rl.making import KL
 from tests.settings import Loop
@@ -30,41 +32,32 @@ class Case:
 
     ratio: str = "token"
     aggregate: str = "tokens"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
     kl_coef: float = 0.0
-    kl_estimator: str = "k3"
-    entropy_coef: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def loss(self, logprobs: torch.Tensor, row: Row, *, masked: bool = False) -> Loss:
-        options = {name: value for name, value in vars(self).items() if name in vars(Loop())}
-        return policy_loss(
-            logprobs,
-            replace(row.experience, kl_coef=self.kl_coef),
-            row.totals,
-            Algorithm("", "", self.aggregate, self.ratio),
-            Loop(**options, kl_in="loss", mask_truncated=masked),
-            weights_n=row.weights,
-            entropy_n=row.entropy,
-        )
+    def loss(
+        self,
+        logprobs: torch.Tensor,
+        experience: Experience,
+        entropy: torch.Tensor,
+        totals: Totals = TOTALS,
+        **more: Any,
+    ) -> Loss:
+        row = replace(experience, kl_coef=self.kl_coef)
+        algorithm = Algorithm("", "", self.aggregate, self.ratio)
+        loop = replace(Loop(), **{"correction": "none", **self.options, **more})
+        return policy_loss(logprobs, row, totals, algorithm, loop, entropy)
 
 
 CASES = {
-    "ppo": Case(),
-    "asymmetric": Case(clip_low=0.1, clip_high=0.4),
-    "dual": Case(dual_clip=1.3),
-    "grpo": Case(aggregate="sequences", kl_coef=0.3),
-    "dr_grpo": Case(aggregate="constant", kl_coef=0.3, kl_estimator="k2"),
-    "gspo": Case(ratio="sequence", aggregate="sequences", clip_low=0.05, clip_high=0.08),
-    "entropy": Case(entropy_coef=0.4, aggregate="sequences"),
+    "asymmetric": Case(options={"clip_low": 0.1, "clip_high": 0.4, "correction": "icepop"}),
+    "dr_grpo": Case("token", "constant", 0.3, {"kl_estimator": "k2", "correction": "tis"}),
+    "gspo": Case("sequence", "sequences", 0.0, {"clip_low": 0.05, "clip_high": 0.08}),
     "everything": Case(
-        ratio="sequence",
-        aggregate="constant",
-        dual_clip=1.5,
-        kl_coef=0.2,
-        kl_estimator="k1",
-        entropy_coef=0.1,
+        "sequence",
+        "constant",
+        0.2,
+        {"dual_clip": 1.5, "kl_estimator": "k1", "entropy_coef": 0.1},
     ),
 }
 
@@ -73,41 +66,21 @@ def drawn(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@dataclass(frozen=True)
-class Row:
-    """Inputs of the loss of one row."""
-
-    experience: Experience
-    weights: torch.Tensor
-    entropy: torch.Tensor
-    totals: Totals = TOTALS
-
-    def part(self, chosen: Sequence[int], **changes: Any) -> tuple[torch.Tensor, Row]:
-        """Return the places of the chosen responses' tokens, and the row of these alone."""
-        places = self.experience.places(chosen)
-        part = self.experience.part(chosen)
-        return places, replace(
-            self, experience=part, weights=self.weights[places], entropy=self.entropy[places],
-            **changes,
-        )  # fmt: skip
-
-
-def data(lengths: Sequence[int] = LENGTHS, seed: int = 2) -> tuple[torch.Tensor, Row]:
-    """Log-probabilities and the other inputs; all tokens of a response have the same advantage."""
+def data(lengths: Sequence[int] = LENGTHS) -> tuple[torch.Tensor, Experience, torch.Tensor]:
+    """Log-probabilities, the row, entropies; the tokens of a response have equal advantages."""
     count, sizes = sum(lengths), torch.tensor(lengths)
-    old = -drawn(count, seed + 1).abs()
+    old = -drawn(count, 3).abs()
     experience = Experience(
         lengths=sizes,
         groups=torch.zeros_like(sizes),
         rewards=torch.zeros(len(sizes)),
         truncated=torch.zeros(len(sizes), dtype=torch.bool),
-        sampled=old,
+        sampled=old + 0.2 * drawn(count, 5),
         old=old,
-        reference=old + 0.4 * drawn(count, seed + 4),
-        advantages=drawn(len(sizes), seed + 2).repeat_interleave(sizes),
+        reference=old + 0.4 * drawn(count, 6),
+        advantages=drawn(len(sizes), 4).repeat_interleave(sizes),
     )
-    row = Row(experience, drawn(count, seed + 3).abs(), drawn(count, seed + 5).abs())
-    return old + 0.5 * drawn(count, seed), row
+    return old + 0.5 * drawn(count, 2), experience, drawn(count, 7).abs()
 
 
 def numbers(loss: Loss) -> dict[str, float]:
@@ -117,25 +90,21 @@ def numbers(loss: Loss) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_masked_responses_count_in_no_mean(case: str) -> None:
-    logprobs, row = data()
-    loss, totals = CASES[case].loss, Totals(sum(LENGTHS[n] for n in (0, 2, 3)), 3, MOST)
-    places, others = row.part([0, 2, 3], totals=totals)
-    cut = replace(row.experience, truncated=torch.tensor([False, True, False, False, True]))
-    masked = loss(logprobs, replace(row, experience=cut, totals=totals), masked=True)
-    assert numbers(masked) == pytest.approx(numbers(loss(logprobs[places], others)), rel=1e-12)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_losses_of_rows_add_up(case: str) -> None:
-    logprobs, whole = data()
+def test_rows_add_up_and_masked_responses_count_in_no_mean(case: str) -> None:
+    logprobs, whole, entropy = data()
     loss = CASES[case].loss
-    parts = []
-    for chosen in ([3, 0], [4, 1, 2]):
-        places, row = whole.part(chosen)
-        parts.append(numbers(loss(logprobs[places], row)))
-    summed = {name: parts[0][name] + parts[1][name] for name in parts[0]}
-    assert summed == pytest.approx(numbers(loss(logprobs, whole)), rel=1e-9, abs=1e-12)
+
+    def part(chosen: list[int], totals: Totals = TOTALS) -> dict[str, float]:
+        at = whole.places(chosen)
+        return numbers(loss(logprobs[at], whole.part(chosen), entropy[at], totals))
+
+    first, second = part([3, 0]), part([4, 1, 2])
+    summed = {name: first[name] + second[name] for name in first}
+    assert summed == pytest.approx(numbers(loss(logprobs, whole, entropy)), rel=1e-9, abs=1e-12)
+    totals = Totals(sum(LENGTHS[n] for n in (0, 2, 3)), 3, MOST)
+    cut = replace(whole, truncated=torch.tensor([False, True, False, False, True]))
+    masked = numbers(loss(logprobs, cut, entropy, totals, mask_truncated=True))
+    assert masked == pytest.approx(part([0, 2, 3], totals), rel=1e-12)
 
 
 OF_VALUES = Totals(tokens=12, sequences=3, max_new_tokens=8)
@@ -150,8 +119,8 @@ def test_the_value_loss_equals_its_formula(clip: float | None) -> None:
         clipped = plain if clip is None else (o + max(-clip, min(clip, v - o)) - r) ** 2
         total += max(plain, clipped) / 2 / 12
         decided += clipped > plain
-    _, row = data([7])
-    responses = replace(row.experience, values=old, returns=returns)
+    _, experience, _ = data([7])
+    responses = replace(experience, values=old, returns=returns)
     actual = value_loss(values, responses, OF_VALUES, clip)
     assert float(actual.value) == pytest.approx(total, rel=1e-12)
     assert float(actual.measures["value_loss"]) == pytest.approx(total, rel=1e-12)
@@ -173,7 +142,7 @@ def divergence(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
 def average(estimator: str) -> tuple[float, torch.Tensor]:
     """Mean of an estimate and its gradient over the policy's distribution: exact, not sampled."""
     logits = POLICY.clone().requires_grad_()
-    each = kl.estimate_kl(logits.log_softmax(0), OTHER.log_softmax(0), estimator)
+    each = estimate_kl(logits.log_softmax(0), OTHER.log_softmax(0), estimator)
     probability = POLICY.softmax(0)
     mean = (probability * each).sum()
     return float(mean.detach()), torch.autograd.grad(mean, logits)[0]
@@ -184,7 +153,7 @@ def test_kl_estimates_have_the_mean_and_gradient_that_theory_says(estimator: str
     """The naive derivative of k1 averages to zero and would have no effect in a loss."""
     logprobs, reference = POLICY.log_softmax(0), OTHER.log_softmax(0)
     wanted = [KL[estimator](float(p - q)) for p, q in zip(logprobs, reference, strict=True)]
-    estimates = kl.estimate_kl(logprobs, reference, estimator).tolist()
+    estimates = estimate_kl(logprobs, reference, estimator).tolist()
     assert estimates == pytest.approx(wanted, rel=1e-12)
     mean, moves = average(estimator)
     if estimator != "k2":  # k2 is biased
@@ -203,7 +172,7 @@ def test_one_extreme_token_does_not_decide(nats: float) -> None:
     policy = reference.clone()
     policy[7] = -nats
     policy.requires_grad_()
-    mean = kl.estimate_kl(policy, reference, "k3").mean()
+    mean = estimate_kl(policy, reference, "k3").mean()
     assert float(mean.detach()) == pytest.approx(10 / 4096)
     mean.backward()
     assert policy.grad is not None
@@ -225,8 +194,8 @@ def test_the_adaptive_coefficient_moves_by_the_relative_error(
     measured: float, responses: int, factor: float
 ) -> None:
     loop = Loop(kl_target=0.02, kl_horizon=100)
-    assert kl.adapted(0.1, measured, responses, loop) == pytest.approx(0.1 * factor, rel=1e-12)
-    assert kl.adapted(0.3, measured, responses, Loop()) == 0.3
+    assert adapted(0.1, measured, responses, loop) == pytest.approx(0.1 * factor, rel=1e-12)
+    assert adapted(0.3, measured, responses, Loop()) == 0.3
 
 
 SIZES = torch.tensor([3, 1, 4, 2])
@@ -241,7 +210,8 @@ def logprobs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def weights(kind: str, old: torch.Tensor, sampled: torch.Tensor) -> list[float]:
-    actual = correction.weights(old.requires_grad_(), sampled, SIZES, kind=kind, high=HIGH, low=LOW)
+    loop = replace(Loop(), correction=kind, correction_high=HIGH, correction_low=LOW)  # type: ignore[arg-type]
+    actual = correction_weights(old.requires_grad_(), sampled, SIZES, loop)
     assert not actual.requires_grad
     return actual.tolist()
 
@@ -261,7 +231,7 @@ def test_correction_weights(kind: str, wanted: list[float]) -> None:
 
 
 def test_mismatch() -> None:
-    actual = correction.mismatch(*logprobs())
+    actual = mismatch(*logprobs())
     logs = [math.log(r) for r in RATIOS]
     assert actual.mean_abs == pytest.approx(sum(abs(d) for d in logs) / 10, rel=1e-12)
     assert actual.max_abs == pytest.approx(max(abs(d) for d in logs), rel=1e-12)
@@ -276,16 +246,8 @@ def test_values_that_are_not_finite_end_training(which: int, whose: str, bad: fl
     both = logprobs()
     both[which][[2, 5]] = bad
     with pytest.raises(TrainingError, match=f"2 of 10 .*{whose}") as caught:
-        correction.mismatch(*both)
+        mismatch(*both)
     assert "train.lr" in caught.value.hint
-
-
-def limits_after(*first: float) -> correction.MismatchLimits:
-    """Limits after first iterations with these mismatches."""
-    run = correction.MismatchLimits(limit=0.1, factor=4.0)
-    for iteration, value in enumerate(first, 1):
-        run.require_within(value, iteration)
-    return run
 
 
 HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)
@@ -293,7 +255,9 @@ HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)
 
 
 def test_a_drift_below_the_absolute_limit_is_warned_of_once() -> None:
-    run = limits_after(*HEALTHY)
+    run = MismatchLimits(limit=0.1, factor=4.0)
+    for iteration, value in enumerate(HEALTHY, 1):
+        run.require_within(value, iteration)
     assert run.relative == pytest.approx(4 * 0.0058)
     assert run.require_within(0.0231, 9) == ""
     assert run.require_within(0.0233, 9)

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.rl import advantages, correction
+from tasks.rl import advantages
 from tasks.rl.experience import Experience
 from tasks.rl.losses import Totals
 from tests.rl.test_losses import Case as OurCase
-from tests.rl.test_losses import Row
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -51,19 +50,15 @@ ENTROPY = random_numbers(5).abs()
 ADVANTAGES = random_numbers(6)[:, 0]
 
 CASES = {
-    "grpo with kl": Case(
-        OurCase(aggregate="sequences", kl_coef=0.2), {"loss_type": "grpo", "beta": 0.2}
-    ),
-    "dr_grpo": Case(
-        OurCase(aggregate="constant", kl_coef=0.2), {"loss_type": "dr_grpo", "beta": 0.2}
-    ),
+    "grpo with kl": Case(OurCase("token", "sequences", 0.2), {"loss_type": "grpo", "beta": 0.2}),
+    "dr_grpo": Case(OurCase("token", "constant", 0.2), {"loss_type": "dr_grpo", "beta": 0.2}),
     "dapo": Case(
-        OurCase(clip_low=0.1, clip_high=0.28),
+        OurCase(options={"clip_low": 0.1, "clip_high": 0.28}),
         {"loss_type": "dapo", "epsilon_low": 0.1, "epsilon_high": 0.28},
     ),
-    "two-sided": Case(OurCase(dual_clip=1.3), {"loss_type": "bnpo", "delta": 1.3}),
+    "two-sided": Case(OurCase(options={"dual_clip": 1.3}), {"loss_type": "bnpo", "delta": 1.3}),
     "gspo": Case(
-        OurCase(ratio="sequence", aggregate="sequences", clip_low=0.03, clip_high=0.04),
+        OurCase("sequence", "sequences", 0.0, {"clip_low": 0.03, "clip_high": 0.04}),
         {
             "loss_type": "grpo",
             "importance_sampling_level": "sequence",
@@ -71,7 +66,9 @@ CASES = {
             "epsilon_high": 0.04,
         },
     ),
-    "entropy": Case(OurCase(entropy_coef=0.3), {"loss_type": "bnpo", "entropy_coef": 0.3}),
+    "entropy": Case(
+        OurCase(options={"entropy_coef": 0.3}), {"loss_type": "bnpo", "entropy_coef": 0.3}
+    ),
     "tis": Case(OurCase(aggregate="sequences"), {"loss_type": "grpo"}, "token_truncate"),
     "icepop": Case(OurCase(), {"loss_type": "bnpo"}, "token_mask"),
     "sequence mask": Case(OurCase(), {"loss_type": "bnpo"}, "sequence_mask"),
@@ -138,11 +135,6 @@ def their_loss(case: Case, new: torch.Tensor, entropy: torch.Tensor) -> Outcome:
 
 def our_loss(case: Case, new: torch.Tensor, entropy: torch.Tensor) -> Outcome:
     """Return our loss and metrics."""
-    weights = torch.ones_like(OLD[REAL])
-    if case.corrected is not None:
-        weights = correction.weights(
-            OLD[REAL], SAMPLED[REAL], LENGTHS, kind=KINDS[case.corrected], high=HIGH, low=LOW
-        )
     experience = Experience(
         lengths=LENGTHS,
         groups=torch.zeros_like(LENGTHS),
@@ -154,7 +146,9 @@ def our_loss(case: Case, new: torch.Tensor, entropy: torch.Tensor) -> Outcome:
         advantages=advantages.spread(ADVANTAGES, LENGTHS),
     )
     totals = Totals(int(LENGTHS.sum()), len(LENGTHS), MOST)
-    loss = case.ours.loss(new[REAL], Row(experience, weights, entropy[REAL], totals))
+    more: dict[str, Any] = {"correction": KINDS[case.corrected]} if case.corrected else {}
+    more |= {"correction_high": HIGH, "correction_low": LOW}
+    loss = case.ours.loss(new[REAL], experience, entropy[REAL], totals, **more)
     return loss.value, {name: float(value) for name, value in loss.measures.items()}
 
 

@@ -1,0 +1,227 @@
+"""Measure responses (log-probabilities, values, KL, mismatch) and estimate their advantages."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from tasks.core.errors import TrainingError
+from tasks.rl import advantages
+from tasks.rl.advantages import estimate_kl
+from tasks.rl.experience import Experience
+from tasks.rl.rollout.servers import ServerEngine
+from tasks.rl.setup import Setup
+from tasks.training.engine import checkpoint
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.model.packed_model import TokenOutputs
+from tasks.training.tokens.packing import Row
+
+LOG = logging.getLogger("plumbline.rl")
+FIRST = 5
+"""Number of first iterations whose median mismatch is the run's baseline."""
+FLOOR = 0.1
+"""The relative limit is at least this share of `mismatch_limit`: smaller mismatch is kernel noise.
+"""
+
+
+class Mismatch(NamedTuple):
+    """Distance of the trainer's log-probabilities from the engine's, in nats per token."""
+
+    mean_abs: float  # mean absolute difference
+    max_abs: float  # largest absolute difference
+    kl: float  # KL(engine || trainer), estimated by k3
+
+
+def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
+    """Return the distance between the trainer's and the engine's log-probabilities.
+
+    Raises TrainingError if a value is not finite: every comparison of a limit with NaN is false.
+    """
+    for whose, logprobs_N in (("the trainer's", old_N), ("the rollout engine's", sampled_N)):
+        if bad := int((~logprobs_N.isfinite()).sum()):
+            raise TrainingError(
+                f"{bad} of {logprobs_N.numel()} of {whose} log-probabilities of the response "
+                "tokens are not finite",
+                hint="the policy has diverged: lower train.lr, or raise rl.kl_coef",
+            )
+    log_ratio_N = (old_N.double() - sampled_N.double()).abs()
+    kl_N = estimate_kl(sampled_N.double(), old_N.double(), "k3")
+    return Mismatch(float(log_ratio_N.mean()), float(log_ratio_N.max()), float(kl_N.mean()))
+
+
+@dataclass
+class MismatchLimits:
+    """Absolute limit of the mismatch, which ends a run, and a relative one, which warns.
+
+    Importance weights correct for a mismatch below the absolute limit. The relative limit notices
+    an engine with stale weights, but mismatch also grows with response length and entropy.
+    """
+
+    limit: float  # absolute, `rl.mismatch_limit`
+    factor: float  # `rl.mismatch_factor`; 0: no relative limit
+    # mean absolute differences of the first iterations, at most `FIRST`
+    first: list[float] = field(default_factory=list)
+    warned: bool = False  # True once a mismatch was above the relative limit
+
+    @property
+    def relative(self) -> float:
+        """The relative limit; infinite before the first iteration or without a factor."""
+        if not self.first or not self.factor:
+            return math.inf
+        return max(self.factor * statistics.median(self.first), FLOOR * self.limit)
+
+    def require_within(self, mean_abs: float, iteration: int) -> str:
+        """Check one iteration's mismatch, and record it if it is one of the first.
+
+        Returns a warning the first time that the relative limit is exceeded, else "". Raises
+        TrainingError if the mismatch is above the absolute limit.
+        """
+        relative = self.relative
+        apart = (
+            f"iteration {iteration}: trainer and engine differ by {mean_abs:.3g} nats per token "
+            "(mean absolute log-prob difference)"
+        )
+        if not mean_abs <= self.limit:
+            raise TrainingError(
+                f"{apart}, more than rl.mismatch_limit={self.limit:g}: what is sampled is not what "
+                "is trained",
+                hint="rl.mismatch_limit=<more> accepts the difference",
+            )
+        if len(self.first) < FIRST:
+            self.first.append(mean_abs)
+        if mean_abs <= relative or self.warned:
+            return ""
+        self.warned = True
+        return (
+            f"{apart}, more than {relative:.3g}, which is rl.mismatch_factor={self.factor:g} times "
+            f"the first iterations; rl.correction weighs it until rl.mismatch_limit={self.limit:g} "
+            "ends the run. It grows with length and entropy, or the engine has stale weights"
+        )
+
+
+@dataclass(frozen=True)
+class ExperienceScorer:
+    """Measures responses and estimates advantages."""
+
+    setup: Setup  # models and settings of the run
+    mismatch_limits: MismatchLimits
+    # with `rl.staleness` the servers, which know the mismatch of their version: responses come from
+    # an older one, so their difference is not only mismatch
+    servers: ServerEngine | None = None
+
+    def measure(self, experience: Experience) -> Experience:
+        """Add the log-probabilities by policy and reference and the critic's values, per token."""
+        setup, outputs = self.setup, TokenOutputs(self.setup.rollout.temperature)
+        size = setup.job.settings.batch.micro_batch_size
+
+        def of_policy(row: Row) -> dict[str, torch.Tensor]:
+            logprobs = {"old": setup.engine(row=row, outputs=outputs)}
+            if setup.has_reference:
+                logprobs["reference"] = setup.reference_logprobs(row, outputs)
+            return logprobs
+
+        setup.engine.eval()
+        experience = measure_tokens(experience, setup.ranks, size=size, measure=of_policy)
+        if setup.critic is not None:
+            with setup.critic.active() as engine:
+                engine.eval()
+                experience = measure_tokens(
+                    experience, setup.ranks, size=size, measure=lambda row: {"values": engine(row)}
+                )
+                engine.train()
+        setup.engine.train()
+        return experience
+
+    def estimate(
+        self, experience: Experience, kl_coef: float, iteration: int
+    ) -> tuple[Experience, dict[str, float]]:
+        """Add advantages and returns; return metrics of them and of the measurements, too.
+
+        The experience has no measurements if the update measures (`Updater.measures`). Raises
+        TrainingError as `compare`, or if the policy is too far from the reference.
+        """
+        record = {} if experience.old is None else self.compare(experience, iteration)
+        experience, setup = replace(experience, kl_coef=kl_coef), self.setup
+        advantages_N, returns_N = advantages.estimate(
+            setup.algorithm.estimate, experience, setup.loop
+        )
+        experience = replace(experience, advantages=advantages_N, returns=returns_N)
+        record |= estimates(experience) | {"kl_coef": kl_coef}
+        limit = setup.loop.kl_limit
+        if limit is not None and not record["kl_k1"] <= limit:
+            good = checkpoint.last_good(setup.job.checkpoints)
+            raise TrainingError(
+                f"iteration {iteration}: the policy is {record['kl_k1']:.3g} nats per token from "
+                f"the reference, more than rl.kl_limit={limit:g}; last good checkpoint: "
+                f"{good or 'none yet'}",
+                hint="rl.kl_coef=<more>, or a smaller train.lr",
+            )
+        return experience, record
+
+    def compare(self, experience: Experience, iteration: int) -> dict[str, float]:
+        """Compare the trainer's log-probabilities with the rollout engine's; return metrics.
+
+        `entropy` is an unbiased estimate if the responses were sampled from the policy. Raises
+        TrainingError if a value is not finite, or the mismatch is above its limit.
+        """
+        assert experience.old is not None
+        apart, name = mismatch(experience.old, experience.sampled), "mismatch"
+        checked = apart.mean_abs
+        if self.servers is not None:  # an older policy may have sampled: more than mismatch
+            checked, name = self.servers.mismatch, "off_policy"
+        warning = self.mismatch_limits.require_within(checked, iteration)
+        if warning and self.setup.ranks.first:
+            LOG.warning(warning)
+        return {
+            "mismatch/mean_abs": checked,
+            **{f"{name}/{key}": value for key, value in apart._asdict().items()},
+            "entropy": float(-experience.old.mean()),
+        }
+
+
+def measure_tokens(
+    experience: Experience,
+    ranks: Ranks,
+    *,
+    size: int,
+    measure: Callable[[Row], Mapping[str, torch.Tensor]],
+) -> Experience:
+    """Measure every token, each rank its own rows of `size` responses, without gradients.
+
+    `measure` returns (tokens of the row,) tensors by name.
+    """
+    rows = experience.rows(ranks.world_size, ranks.rank, size)
+    measurements: dict[str, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for chosen in rows:
+            for name, numbers in measure(experience.row(chosen).to(ranks.device)).items():
+                measurements.setdefault(name, []).append(numbers.float())
+    return experience.with_measurements(ranks, rows, measurements)
+
+
+def estimates(experience: Experience) -> dict[str, float]:
+    """Return metrics of advantages and values.
+
+    `advantage_std`; with a reference the KL to it in nats per token: `kl` by k3, clamped, and
+    `kl_k1` by k1, which `rl.kl_limit` and an adaptive `rl.kl_coef` go by; `explained_variance` if
+    there is a critic.
+    """
+    assert experience.advantages is not None
+    metrics = {"advantage_std": float(experience.advantages.std(correction=0))}
+    if experience.reference is not None:
+        assert experience.old is not None
+        old, reference = experience.old.double(), experience.reference.double()
+        metrics["kl"] = float(estimate_kl(old, reference, "k3").mean())
+        metrics["kl_k1"] = float((old - reference).mean())
+    if experience.values is not None and experience.returns is not None:
+        returns = experience.returns.double()
+        variance = returns.var(correction=0)
+        unexplained = (returns - experience.values.double()).var(correction=0)
+        metrics["explained_variance"] = float(1 - unexplained / variance) if variance else 0.0
+    return metrics

@@ -88,41 +88,27 @@ class Bench:
                 parameter.add_(moved.to(parameter.device, parameter.dtype))
 
     def differs(self, responses: Sequence[Sequence[Generated]]) -> float:
-        """Mean absolute difference between the trainer's and the engine's log-probabilities."""
-        differences = []
-        for logprobs, response in self._logprobs(responses):
-            mine = logprobs.gather(1, torch.tensor(response.ids).long()[:, None])[:, 0]
-            differences.append((mine - torch.tensor(response.logprobs)).abs())
-        return float(torch.cat(differences).mean())
+        """Mean absolute difference between the trainer's and the engine's log-probabilities.
 
-    def behind(self, responses: Sequence[Sequence[Generated]]) -> float:
-        """Largest log-probability gap between greedy and response tokens, by the trainer."""
-        gaps = [
-            (p.amax(1) - p.gather(1, torch.tensor(response.ids).long()[:, None])[:, 0]).max()
-            for p, response in self._logprobs(responses)
-        ]
-        return float(torch.stack(gaps).max())
-
-    def _logprobs(
-        self, responses: Sequence[Sequence[Generated]]
-    ) -> list[tuple[torch.Tensor, Generated]]:
-        """Log-probabilities (n, V) of every response by the model itself, one at a time."""
+        The trainer's are those of the model itself, one response at a time.
+        """
         model, name = model_of(self.engine.module), self.job.settings.attn_implementation
         packed = model.config._attn_implementation
         restore_attention(model, name)
         self.engine.eval()
         prompts = requests(self.ranks.rank)
         pairs = [(q.ids, g) for q, some in zip(prompts, responses, strict=True) for g in some]
-        measured = []
+        differences = []
         for ids, response in [*pairs, *[pairs[-1]] * (REPLIES - len(pairs))]:
             both = torch.from_numpy(np.concatenate([ids, response.ids]).astype(np.int64))[None]
             with torch.no_grad():
                 out = self.engine(input_ids=both.to(self.ranks.device), use_cache=False)
             logprobs = (out.logits[0].float() / self.rollout.temperature).log_softmax(-1).cpu()
-            measured.append((logprobs[len(ids) - 1 : -1], response))
+            own = logprobs[len(ids) - 1 : -1].gather(1, both[0, len(ids) :, None])[:, 0]
+            differences.append((own - torch.tensor(response.logprobs)).abs())
         self.engine.train()
         model.set_attn_implementation(packed)
-        return measured
+        return float(torch.cat(differences).mean())
 
 
 def watch(bench: Bench) -> dict[str, Any]:
@@ -160,7 +146,6 @@ def follow(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, A
     seen["stale_differs"] = bench.differs(first)
     versions.append(answering.sync_weights())
     seen["differs_after"] = bench.differs(answering.generate(mine))
-    seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
     return {**seen, "versions": versions}
 
 

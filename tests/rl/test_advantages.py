@@ -1,24 +1,26 @@
-"""Advantages compared with their formulas as plain Python loops, and properties for any input."""
+"""Advantages compared with their formulas as plain Python loops; algorithms with the papers'."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.config.defaults import ALGORITHMS as DEFAULTS
+from tasks.core.errors import ConfigError
 from tasks.rl import advantages
-
-EXACT = 1e-12
-"""Relative tolerance of float64."""
+from tasks.rl.algorithms import ALGORITHMS, algorithm
+from tasks.rl.experience import Experience
+from tests.rl.making import KL
+from tests.settings import Loop
 
 IN_GROUPS = (advantages.group_centered, advantages.group_normalized, advantages.leave_one_out)
-
-response_lengths = st.lists(st.integers(1, 7), min_size=1, max_size=6)
-numbers = st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3))
 few = settings(max_examples=25, deadline=None)
 
 
@@ -30,43 +32,33 @@ def drawn(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def by_response(flat: torch.Tensor, lengths: Sequence[int]) -> list[list[float]]:
-    return [part.tolist() for part in flat.split(list(lengths))]
-
-
-def gae_written_out(
-    rewards: list[float], values: list[float], gamma: float, lam: float
-) -> list[float]:
-    """Eq. 16 of arXiv:1506.02438 as a plain sum, without its recursion."""
-    after = [*values[1:], 0.0]
-    surprises = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
-    return [
-        sum((gamma * lam) ** k * d for k, d in enumerate(surprises[t:]))
-        for t in range(len(surprises))
-    ]
-
-
 @few
-@given(response_lengths, st.floats(0, 1), st.floats(0, 1), st.integers(0, 9))
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 9),
+)
 def test_gae_equals_its_sum_for_every_response(
     lengths: list[int], gamma: float, lam: float, seed: int
 ) -> None:
+    """Eq. 16 of arXiv:1506.02438 as a plain sum, without its recursion."""
     rewards, values = drawn(sum(lengths), seed), drawn(sum(lengths), seed + 10)
     actual, returns = advantages.gae(rewards, values, torch.tensor(lengths), gamma=gamma, lam=lam)
-    wanted = [
-        a
-        for r, v in zip(by_response(rewards, lengths), by_response(values, lengths), strict=True)
-        for a in gae_written_out(r, v, gamma, lam)
-    ]
-    torch.testing.assert_close(actual, doubles(wanted), rtol=EXACT, atol=EXACT)
-    torch.testing.assert_close(returns, doubles(wanted) + values, rtol=EXACT, atol=EXACT)
+    wanted = []
+    for r, v in zip(rewards.split(lengths), values.split(lengths), strict=True):
+        surprises = (r + gamma * torch.cat([v[1:], doubles([0])]) - v).tolist()
+        wanted += [
+            sum((gamma * lam) ** k * d for k, d in enumerate(surprises[t:])) for t in range(len(r))
+        ]
+    torch.testing.assert_close(actual, doubles(wanted), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(returns, doubles(wanted) + values, rtol=1e-12, atol=1e-12)
 
 
 def test_half_precision_is_computed_in_float32() -> None:
     """A thousand rewards of 0.01 do not add up in bfloat16: the sum stops at 4."""
     rewards = torch.full((1000,), 0.01, dtype=torch.bfloat16)
     actual = advantages.returns_to_go(rewards, torch.tensor([1000]), gamma=1.0)
-    assert actual.dtype == torch.float32
     assert float(actual[0]) == pytest.approx(1000 * float(rewards[0]), rel=1e-5)
 
 
@@ -75,12 +67,9 @@ def grouped(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and group numbers: groups of 2 to 5 members in any order."""
     sizes = draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
     names = draw(st.permutations([7 * g + 3 for g, size in enumerate(sizes) for _ in range(size)]))
+    numbers = st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3))
     scores = draw(st.lists(numbers, min_size=len(names), max_size=len(names)))
     return doubles(scores), torch.tensor(names)
-
-
-def members(groups: torch.Tensor, of: int) -> list[int]:
-    return [j for j in range(len(groups)) if groups[j] == groups[of]]
 
 
 @few
@@ -89,28 +78,80 @@ def test_group_estimates_are_their_formulas(data: tuple[torch.Tensor, torch.Tens
     scores, groups = data
     actual = torch.stack([estimate(*data) for estimate in IN_GROUPS], dim=1).tolist()
     for i, score in enumerate(scores.tolist()):
-        own = [float(scores[j]) for j in members(groups, i)]
-        others = [float(scores[j]) for j in members(groups, i) if j != i]
-        centered = score - statistics.fmean(own)
-        deviation = statistics.stdev(own)
-        normalized = centered / deviation if deviation else 0.0
-        left_out = score - statistics.fmean(others)
-        wanted = [centered, normalized, left_out]
+        members = [j for j in range(len(groups)) if groups[j] == groups[i]]
+        own = [float(scores[j]) for j in members]
+        centered, deviation = score - statistics.fmean(own), statistics.stdev(own)
+        left_out = score - statistics.fmean(float(scores[j]) for j in members if j != i)
+        wanted = [centered, centered / deviation if deviation else 0.0, left_out]
         assert actual[i] == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_equal_scores_give_exactly_zero(size: int) -> None:
+@pytest.mark.parametrize("scores", [[0.1], [0.1] * 3, [0.7, 0.7 + 6e-8, 0.7]])
+def test_scores_that_differ_by_rounding_alone_have_no_signal(scores: list[float]) -> None:
     """In floating point the mean of three times 0.1 is not 0.1."""
-    scores, groups = torch.full((size,), 0.1), torch.zeros(size, dtype=torch.int64)
-    for estimate in IN_GROUPS:
-        assert estimate(scores, groups).tolist() == [0.0] * size
-    assert advantages.whiten(scores).tolist() == [0.0] * size
+    groups = torch.zeros(len(scores), dtype=torch.int64)
+    actual = advantages.group_normalized(torch.tensor(scores), groups)
+    assert actual.tolist() == [0.0] * len(scores)
+    assert advantages.whiten(torch.tensor(scores)).tolist() == [0.0] * len(scores)
 
 
-def test_scores_that_differ_by_rounding_alone_have_no_signal() -> None:
-    """Normalised to +-1, rounding would become the training signal."""
-    scores = torch.tensor([0.7, 0.7 + 6e-8, 0.7], dtype=torch.float32)
-    assert scores.unique().numel() == 2
-    actual = advantages.group_normalized(scores, torch.zeros(3, dtype=torch.int64))
-    assert actual.tolist() == [0.0, 0.0, 0.0]
+LENGTHS = torch.tensor([3, 1, 2, 4])
+SCORES, CENTERED = doubles([1.0, 0.0, 2.0, -1.0]), doubles([0.5, -0.5, 1.5, -1.5])
+COEF = 0.1
+BATCH = Experience(
+    lengths=LENGTHS,
+    groups=torch.tensor([0, 0, 1, 1]),
+    rewards=SCORES,
+    truncated=torch.zeros(4, dtype=torch.bool),
+    old=-drawn(10, 0).abs(),
+    sampled=-drawn(10, 0).abs(),
+    reference=-drawn(10, 1).abs(),
+    values=drawn(10, 2),
+    kl_coef=COEF,
+)
+
+
+def wanted_of(name: str, rewards: torch.Tensor, loop: Loop) -> torch.Tensor:
+    """The papers' formulas of tokens' rewards, of what is compared with loops above."""
+    if name == "ppo":
+        assert BATCH.values is not None
+        how = {"gamma": loop.gamma, "lam": loop.gae_lambda}
+        return advantages.whiten(advantages.gae(rewards, BATCH.values, LENGTHS, **how)[0])
+    if name.startswith("reinforce_pp"):
+        means = advantages.on_last_token(SCORES - CENTERED, LENGTHS)
+        rewards = rewards if name == "reinforce_pp" else rewards - means
+        return advantages.whiten(advantages.returns_to_go(rewards, LENGTHS, gamma=loop.gamma))
+    of_groups = {"dr_grpo": advantages.group_centered, "rloo": advantages.leave_one_out}
+    estimate = of_groups.get(name, advantages.group_normalized)
+    raw = advantages.spread(estimate(advantages.sums(rewards, LENGTHS), BATCH.groups), LENGTHS)
+    return advantages.whiten(raw) if name == "rloo" else raw
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_equal_their_formulas(name: str) -> None:
+    assert BATCH.old is not None
+    assert BATCH.reference is not None
+    for estimator in ("k3", None):
+        rewards = advantages.on_last_token(SCORES, LENGTHS)
+        kl: dict[str, Any] = {"kl_in": "loss"}
+        if estimator is not None:
+            gaps = (BATCH.old - BATCH.reference).tolist()
+            rewards = rewards - COEF * doubles([KL[estimator](gap) for gap in gaps])
+            kl = {"kl_in": "reward", "kl_estimator": estimator}
+        whiten = name in ("ppo", "rloo")
+        loop = Loop(kl_coef=COEF, gamma=0.9, gae_lambda=0.8, whiten=whiten, **kl)
+        actual, returns = advantages.estimate(ALGORITHMS[name].estimate, BATCH, loop)
+        wanted = wanted_of(name, rewards, loop)
+        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
+        assert (returns is not None) == ALGORITHMS[name].critic == (name == "ppo")
+
+
+def test_defaults_are_accepted_and_options_that_cannot_work_are_refused_together() -> None:
+    for name, chosen in ALGORITHMS.items():
+        assert algorithm(name, replace(Loop(), **DEFAULTS[name])) is chosen
+    algorithm("ppo", Loop(num_generations=1))
+    with pytest.raises(ConfigError) as caught:
+        algorithm("grpo", Loop(num_generations=1, dual_clip=1.2))
+    assert [line.partition(" -> ")[2] for line in caught.value.details] == [
+        "rl.num_generations=8", "rl.dual_clip=3.2"
+    ]  # fmt: skip

@@ -1,30 +1,31 @@
-"""Prompts and their order, sampling and scoring: the same on any number of ranks."""
+"""Prompts, sampling, scoring, experience: the same on any number of ranks, and nothing is lost."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tasks.core.errors import DataError
+from tasks.rl import metrics
 from tasks.rl.collect import Collector
-from tasks.rl.metrics import Clock, groups_without_signal
+from tasks.rl.experience import Experience, pack_experience
+from tasks.rl.measure import measure_tokens
 from tasks.rl.prompts import PromptOrder, load_prompts
 from tasks.rl.responses import Prompt, Request, Response, ScoredResponse
 from tasks.rl.rewards import Rewards, Weighted
+from tasks.rl.update import minibatches
 from tests.rl.making import TOKENIZER, Judge, response
-from tests.rl.peers import on_ranks
+from tests.rl.peers import Peer, on_ranks
 from tests.rl.playing import Player
+from tests.settings import Batch, Loop, Settings
 from tests.training.conftest import make_tokenizer
-
-NO_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-)
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> Path:
@@ -33,15 +34,12 @@ def written(folder: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def row(number: int, text: str, **more: Any) -> dict[str, Any]:
-    return {"id": f"r{number}", "messages": [{"role": "user", "content": text}], **more}
+def row(number: int, text: str, role: str = "user") -> dict[str, Any]:
+    return {"id": f"r{number}", "messages": [{"role": role, "content": text}]}
 
 
-def load(
-    path: Path, *, ranks: int = 1, limit: int = 60, tokenizer: Any = None
-) -> list[tuple[Prompt, ...]]:
-    tokenizer_ = tokenizer or make_tokenizer()
-    return on_ranks(ranks, lambda r: load_prompts(path, tokenizer=tokenizer_, limit=limit, ranks=r))
+def load(path: Path, ranks: int = 1, tokenizer: Any = TOKENIZER) -> list[tuple[Prompt, ...]]:
+    return on_ranks(ranks, lambda r: load_prompts(path, tokenizer=tokenizer, limit=55, ranks=r))
 
 
 def test_every_rank_gets_every_prompt(tmp_path: Path) -> None:
@@ -49,53 +47,36 @@ def test_every_rank_gets_every_prompt(tmp_path: Path) -> None:
     (alone,) = load(path)
     assert [prompt.row["id"] for prompt in alone] == [f"r{n}" for n in range(7)]
     for several in load(path, ranks=3):
-        assert len(several) == 7
         for mine, theirs in zip(alone, several, strict=True):
             np.testing.assert_array_equal(mine.ids, theirs.ids)
             assert mine.row == theirs.row
-    tokenizer = make_tokenizer()
     text = "<|im_start|>user\nsay xxx<|im_end|>\n<|im_start|>assistant\n"
-    assert alone[3].ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert alone[3].ids.dtype == np.int32
+    assert alone[3].ids.tolist() == TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def test_every_rank_names_all_prompts_that_are_too_long(tmp_path: Path) -> None:
-    path = written(tmp_path, *(row(n, "x" * (n * 10)) for n in range(6)))
-
-    def refused(peer: Any) -> None:
-        with pytest.raises(DataError) as caught:
-            load_prompts(path, tokenizer=make_tokenizer(), limit=55, ranks=peer)
-        # 19 tokens around what the user says
-        details = [detail.partition(" tokens")[0] for detail in caught.value.details]
-        assert details == ["r4: 59", "r5: 69"]
-        assert "rollout.max_prompt_len=69" in caught.value.hint
-
-    on_ranks(2, refused)
-
-
-def test_prompts_that_cannot_be_rendered_are_named(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer()
-    strange = row(1, "x")
-    strange["messages"] = [{"role": "system", "content": "be kind"}, *strange["messages"]]
-    tokenizer.chat_template = NO_SYSTEM
+def test_prompts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        load(written(tmp_path, row(0, "x"), strange), tokenizer=tokenizer)
-    (detail,) = caught.value.details
-    assert detail.startswith("r1: ")
-    assert "no system message" in detail
+        load(written(tmp_path, *(row(n, "x" * (n * 10)) for n in range(6))), ranks=2)
+    # 19 tokens around what the user says
+    details = [detail.partition(" tokens")[0] for detail in caught.value.details]
+    assert details == ["r4: 59", "r5: 69"]
+    assert "rollout.max_prompt_len=69" in caught.value.hint
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    )
+    path = written(tmp_path, row(0, "x"), row(1, "be kind", "system"))
+    with pytest.raises(DataError, match="r1: .*no system message"):
+        load(path, tokenizer=tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="template"):
-        load(written(tmp_path, row(0, "x")), tokenizer=tokenizer)
-    with pytest.raises(DataError, match="train.jsonl"):
-        load(written(tmp_path))
+        load(path, tokenizer=tokenizer)
 
 
 def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
-    prompt_order = PromptOrder(total=7, per_iteration=3, refill_rounds=0, seed=5)
-    stream = np.concatenate([prompt_order.numbers(3 * n, 3) for n in range(7)])
-    epochs = stream.reshape(3, 7)
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(7))
+    order = PromptOrder(total=7, per_iteration=3, refill_rounds=0, seed=5)
+    epochs = np.concatenate([order.numbers(3 * n, 3) for n in range(7)]).reshape(3, 7)
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     # An iteration may be larger than the dataset.
     numbers = PromptOrder(total=3, per_iteration=7, refill_rounds=0, seed=0).numbers(0, 7)
@@ -119,61 +100,52 @@ def number_of(response: Response) -> int:
 
 
 def collect(
-    prompt_order: PromptOrder,
-    rule: Callable[[Response], float],
-    world: int = 1,
+    order: PromptOrder, rule: Callable[[Response], float], world: int = 1
 ) -> list[tuple[list[Any], list[int]]]:
     """Return what every rank knows of iteration 1, and the prompts that it sampled itself."""
 
     def work(ranks: Any) -> tuple[list[Any], list[int]]:
         engine, rewards = Player(letters), Rewards([Weighted("function", 2.0, Judge(rule))])
         collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3)  # type: ignore[arg-type]
-        known, position = collector.collect(1, prompt_order, 0, 4, Clock())
-        sampled = [len(request.ids) - 1 for asked in engine.seen for request in asked]
+        known, position = collector.collect(1, order, 0, 4, metrics.Clock())
+        sampled = [len(request.ids) - 1 for requests in engine.seen for request in requests]
         assert world > 1 or position == len(sampled), "every prompt taken is sampled"
         return known, sampled
 
     return on_ranks(world, work)
 
 
-def told(known: list[Any]) -> list[tuple[Any, ...]]:
-    return [
-        (number, s.group, s.reward, s.response.text, s.response.generated.logprobs.tobytes())
-        for number, s in known
-    ]
-
-
 @pytest.mark.parametrize("spare", [0, 2])
 def test_responses_do_not_depend_on_the_rank(spare: int) -> None:
-    prompt_order = PromptOrder(len(PROMPTS), 4, spare, seed=1)
+    order = PromptOrder(len(PROMPTS), 4, spare, seed=1)
 
     def rule(response: Response) -> float:
         return float(number_of(response) % 3 == 0 and response.text.startswith(("a", "b", "c")))
 
-    ((alone, _),) = collect(prompt_order, rule)
+    def told(known: list[Any]) -> list[tuple[Any, ...]]:
+        return [(n, s.group, s.reward, s.response.text, s.response.prompt) for n, s in known]
+
+    ((alone, _),) = collect(order, rule)
     for number, scored in alone:
         assert scored.response.prompt is PROMPTS[number]
         ids = scored.response.generated.ids
         assert scored.response.text == TOKENIZER.decode(ids, skip_special_tokens=True)
         assert scored.parts == {"function": rule(scored.response)}
         assert scored.reward == 2 * rule(scored.response)
-    for world in (2, 3):
-        ranks = collect(prompt_order, rule, world)
-        assert len(ranks) == world
-        for known, sampled in ranks:
-            assert told(known) == told(alone)
-            assert len(sampled) < (1 + spare) * 4, "each rank samples its share"
+    for known, sampled in collect(order, rule, 3):
+        assert told(known) == told(alone)
+        assert len(sampled) < (1 + spare) * 4, "each rank samples its share"
 
 
 def test_only_groups_without_signal_are_refilled() -> None:
     """Prompts 0 to 5 have a signal, the others have none."""
-    prompt_order = PromptOrder(len(PROMPTS), 4, 2, seed=4)
+    order = PromptOrder(len(PROMPTS), 4, 2, seed=4)
 
     def rule(response: Response) -> float:
         return len(response.text) + ord(response.text[0]) if number_of(response) < 6 else 1.0
 
-    first, later = prompt_order.numbers(0, 4), prompt_order.numbers(4, 8)
-    ((known, sampled),) = collect(prompt_order, rule)
+    first, later = order.numbers(0, 4), order.numbers(4, 8)
+    ((known, sampled),) = collect(order, rule)
     numbers = [known[4 * group][0] for group in range(4)]
     silent = [group for group, number in enumerate(first) if number >= 6]
     assert 0 < len(silent) < 4, "the seed makes it a test"
@@ -190,9 +162,81 @@ def test_only_groups_without_signal_are_refilled() -> None:
     assert len(sampled) == 4 + len(silent) + left
 
 
-def test_rounding_is_no_signal() -> None:
-    known = [
-        ScoredResponse(response("say", "abc"), group, reward)
-        for group, reward in ((0, 1.0), (0, 0.5), (1, 0.1 + 0.2), (1, 0.3))
-    ]
-    assert groups_without_signal(known) == [1]
+TEXTS = ("a", "longer", "bc", "a long one", "d", "efgh", "i", "jk")
+ENDS = (True, False, True, True, False, True, True, True)
+"""False for the responses that the limit of tokens has cut."""
+
+
+def scored(*, all_end: bool = True) -> list[ScoredResponse]:
+    """Eight responses of different lengths, two for each prompt."""
+    return [
+        ScoredResponse(
+            response(f"say {n // 2}", text, ended=all_end or ends), n // 2, float(n),
+            {"model": n / 2, "url": 1.0},
+        )
+        for n, (text, ends) in enumerate(zip(TEXTS, ENDS, strict=True))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_masked_responses_leave_the_totals_of_a_minibatch(masked: bool) -> None:
+    experience = pack_experience(scored(all_end=False))
+    setup: Any = SimpleNamespace(
+        job=SimpleNamespace(settings=Settings(batch=Batch(8, 8))),
+        ranks=SimpleNamespace(world_size=1, rank=0),
+        loop=Loop(mask_truncated=masked),
+        rollout=SimpleNamespace(max_new_tokens=9),
+    )
+    ((_, totals),) = minibatches(setup, 1, experience)
+    counted = [n for n, ended in zip(experience.lengths.tolist(), ENDS, strict=True) if ended]
+    wanted = (sum(counted), 6) if masked else (int(experience.lengths.sum()), 8)
+    assert (totals.tokens, totals.sequences) == wanted
+
+
+@pytest.mark.parametrize("world", [1, 3, 8])
+def test_every_response_is_in_one_row_and_measurements_return_to_their_tokens(world: int) -> None:
+    """Each rank measures token ids; afterwards every rank has all responses' ids."""
+    experience = pack_experience(scored())
+    assert experience.lengths.tolist() == [len(text) + 1 for text in TEXTS]
+    dealt = [experience.rows(world, rank, 2) for rank in range(world)]
+    assert len({len(rows) for rows in dealt}) == 1
+    assert sorted(n for rows in dealt for row in rows for n in row) == list(range(8))
+
+    def work(ranks: Peer) -> Experience:
+        return measure_tokens(
+            experience,
+            ranks,  # type: ignore[arg-type]
+            size=3,
+            measure=lambda row: {"old": row.targets.float(), "values": -row.targets.float()},
+        )
+
+    ids = [each.response.generated.ids for each in experience.scored]
+    wanted = np.concatenate(ids).astype(np.float32)
+    for measured in on_ranks(world, work):
+        assert measured.old is not None
+        assert measured.values is not None
+        np.testing.assert_array_equal(measured.old.numpy(), wanted)
+        np.testing.assert_array_equal(measured.values.numpy(), -wanted)
+
+
+def test_metrics_of_responses_and_rewards() -> None:
+    few = scored(all_end=False)[:4]  # of 2, 6, 3 and 11 tokens
+    rewards = (0.0, 1.0, 0.1 + 0.2, 0.3)  # the second group's differ by rounding
+    few = [replace(each, reward=reward) for each, reward in zip(few, rewards, strict=True)]
+    measured = metrics.collected(few)
+    assert measured == {
+        "reward": pytest.approx(0.4),
+        "reward/model": 0.75,
+        "reward/url": 1.0,
+        "reward_std": pytest.approx(np.std(rewards)),
+        "length": 5.5,
+        "length_max": 11.0,
+        "truncated": 0.25,
+        "groups_without_signal": 0.5,
+    }
+    rows = metrics.samples_of(scored())
+    assert {(row["id"], row["response"], row["reward"]) for row in rows} >= {
+        ("row of say 0", "a", 0.0), ("row of say 3", "jk", 7.0),
+    }  # fmt: skip
+    assert all(row["reward/model"] == row["reward"] / 2 for row in rows)
+    assert len({row["response"] for row in rows}) == len(rows)

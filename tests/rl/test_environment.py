@@ -64,14 +64,8 @@ def test_the_context_is_what_a_server_renders(opened: Open) -> None:
     experience = pack_experience(scored(responses))
     assert experience.lengths.tolist() == [len(r.generated.ids) for r in responses]
     assert experience.turn_rewards is not None
-    assert experience.turn_rewards[experience.turn_rewards > 0].tolist() == [
-        1,
-        0.25,
-        1,
-        0.25,
-        0.25,
-        1,
-    ]
+    rewards = experience.turn_rewards[experience.turn_rewards > 0].tolist()
+    assert rewards == [1, 0.25, 1, 0.25, 0.25, 1]
     row, sampled = experience.row([2, 0, 1]), [responses[n].generated.ids for n in (2, 0, 1)]
     assert row.targets.tolist() == np.concatenate(sampled).tolist(), "observations bear no loss"
 
@@ -175,8 +169,6 @@ ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 BREAKING = {
     "rewrites a response": "{% for m in messages %}" + SAYS
     + "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}" + ENDS + ASKS,
-    "rewrites a message": "{% for m in messages %}" + SAYS
-    + "{{ m.content }}{% if loop.length > 4 and loop.first %} (long){% endif %}" + ENDS + ASKS,
     "rejects a tool": "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
     "{{ raise_exception('no such role') }}{% endif %}" + SAYS + "{{ m.content }}" + ENDS
     + "<|im_start|>assistant\n",
@@ -205,7 +197,6 @@ STEP = "class Game:\n    def reset(self): ...\n    def step(self, text): return 
     [
         (STEP + "1 / 0", "step.*ZeroDivisionError"),
         (STEP + "('', float('nan'), True)", "nan"),
-        (STEP + "('', 1.0, 1)", "1.0, 1"),
         (STEP + "(None, 1.0, False)", "None, 1.0, False"),
         ("class Game:\n    def step(self, text): ...\n    def reset(self): return 7", "reset.*7"),
         ("class Game:\n    def reset(self, gold): ...\n    def step(self, text): ...",
@@ -222,20 +213,15 @@ def test_faults_of_an_environment_name_the_prompt(opened: Open, text: str, named
         assert not any("user_code.py" in line for line in caught.value.details)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        "async def step(self, text):\n        await asyncio.sleep(1000 * (self.id == 'p1'))",
-        "def step(self, text):\n        time.sleep(1000 * (self.id == 'p1'))",
-    ],
-)
-def test_an_episode_that_hangs_is_named(opened: Open, step: str) -> None:
+@pytest.mark.parametrize(("kind", "sleep"), [("async def", "await asyncio"), ("def", "time")])
+def test_an_episode_that_hangs_is_named(opened: Open, kind: str, sleep: str) -> None:
     game = f"""
 import asyncio, time
 class Game:
     def reset(self, id):
         self.id = id
-    {step}
+    {kind} step(self, text):
+        {sleep}.sleep(1000 * (self.id == 'p1'))
         return None, 1.0, True
 """
     with pytest.raises(RewardError, match="step for p1.*2 s") as caught:

@@ -18,7 +18,7 @@ from tasks.core.machine import available_memory, has_gpu
 from tasks.evaluation.model_folder import dtype_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.process.output import Log
-from tasks.serving.vllm.job import CALLS, HEADROOM, Job, run_vllm
+from tasks.serving.vllm.job import CALLS, HEADROOM, Job, VllmChild
 from tasks.weights.files.reader import weight_files
 
 TIMEOUT_S = 1800.0
@@ -78,7 +78,7 @@ def _record_in_vllm(b: ModelRef, options: Options, out: Path, log: Log, log_path
         calls=True,
     )
     settings = Smoke(engine="vllm", threads=options.threads, timeout_s=options.timeout_s)
-    run_vllm([job], settings, log=log, log_path=log_path)
+    VllmChild().run([job], settings, log=log, log_path=log_path)
     return out / CALLS
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,26 +71,10 @@ class RegisteredModel:
         return {"object": "score", "model": str(self.folder), "score": float(score)}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a chat completion, as OpenAI's API has it."""
-        prompt = render_one(self.tokenizer, request)
-        tokens = self._generate(prompt, request)
-        ended = any(token in self.stops for token in tokens)
-        content = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        cuts = [content.find(stop) for stop in request.get("stop", ()) if stop in content]
-        message = {"role": "assistant", "content": content[: min(cuts)] if cuts else content}
-        used = {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}
-        reason = "stop" if ended or cuts else "length"
-        return {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": str(self.folder),
-            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
-            "usage": {**used, "total_tokens": sum(used.values())},
-        }
+        """Return a chat completion, as OpenAI's API has it.
 
-    def _generate(self, prompt: list[int], request: Mapping[str, Any]) -> list[int]:
-        """Sample if the request has a temperature, else as generation_config.json says."""
+        Samples if the request has a temperature, else as generation_config.json says.
+        """
         import torch
 
         options: dict[str, Any] = {"max_new_tokens": int(request.get("max_tokens", MAX_TOKENS))}
@@ -103,13 +85,22 @@ class RegisteredModel:
             options |= {"temperature": None, "top_p": None, "top_k": None}
         if "stop" in request:
             options |= {"stop_strings": list(request["stop"]), "tokenizer": self.tokenizer}
-        ids = torch.tensor([prompt], device=self.model.device)
+        prompt = torch.tensor([render_one(self.tokenizer, request)], device=self.model.device)
         with torch.inference_mode():
             whole = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), eos_token_id=self.stops,
+                prompt, attention_mask=torch.ones_like(prompt), eos_token_id=self.stops,
                 pad_token_id=self.stops[0], **options,
             )  # fmt: skip
-        return [int(token) for token in whole[0, len(prompt) :]]
+        tokens = whole[0, prompt.shape[1] :].tolist()
+        content = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        cuts = [content.find(stop) for stop in request.get("stop", ()) if stop in content]
+        ended = cuts or any(token in self.stops for token in tokens)
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": content[: min(cuts)] if cuts else content},
+            "finish_reason": "stop" if ended else "length",
+        }
+        return {"object": "chat.completion", "model": str(self.folder), "choices": [choice]}
 
 
 def _is_given(value: Any) -> bool:

@@ -29,31 +29,15 @@ def load_model(
     path: Path,
     *,
     adapter: Path | None = None,
-    quantization: Mapping[str, Any] | None = None,
-    dtype: str = "bfloat16",
-    attn_implementation: str = "sdpa",
     weighted: Mapping[str, float] | None = None,
-    device_map: Any = None,
-    as_stored: bool = False,
+    **how: Any,
 ) -> Any:
-    """Load a causal language model in eval mode, from local files only.
+    """Load a causal language model in eval mode; `how` are options of `from_folder`.
 
     `path` is the base if there is an adapter, a PEFT folder that is loaded unmerged in its stored
     dtype; `weighted` has several adapters instead, the weight of each one's change by folder.
-    `quantization` is `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}`; `dtype`
-    that of everything that is not quantised. `as_stored` lets transformers read fp8, which may
-    quantise activations, too. Raises ArtifactError for a folder that is missing, unreadable or
-    incomplete, or has tensors that the model does not have.
     """
-    model = from_folder(
-        None,
-        path,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        quantization=quantization,
-        device_map=device_map,
-        as_stored=as_stored,
-    )
+    model = from_folder(None, path, **how)
     weighted = weighted or ({str(adapter): 1.0} if adapter is not None else {})
     return with_adapters(model, weighted).eval() if weighted else model.eval()
 
@@ -62,18 +46,22 @@ def from_folder(
     auto: str | None,
     path: Path,
     *,
-    dtype: str,
-    attn_implementation: str,
+    dtype: str = "bfloat16",
+    attn_implementation: str = "sdpa",
     quantization: Mapping[str, Any] | None = None,
     gaps: Collection[str] = (),
     device_map: Any = None,
     as_stored: bool = False,
     **extra: Any,
 ) -> Any:
-    """Load a model from local files and check that all its tensors are there, as `load_model`.
+    """Load a model from local files, and check that all its tensors are there.
 
-    `auto` is transformers' auto class, None for the one that predicts tokens; `gaps` are tensors
-    that may be missing in the files or left over; `extra` goes to `from_pretrained`.
+    `auto` is transformers' auto class, None for the one that predicts tokens. `quantization` is
+    `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}`; `dtype` that of
+    everything that is not quantised. `gaps` are tensors that may be missing in the files or left
+    over. `as_stored` lets transformers read fp8, which may quantise activations, too. `extra` goes
+    to `from_pretrained`. Raises ArtifactError for a folder that is missing, unreadable or
+    incomplete, or has tensors that the model does not have.
     """
     import torch
     import transformers
@@ -143,28 +131,17 @@ def _fp8_weights(path: Path) -> dict[str, Any] | None:
     return {key: each for key, each in tensors.items() if not is_activation_scale(key)}
 
 
-def wrapped_names(path: Path) -> int:
-    """Return the number of tensors on disk whose names have a wrapper's prefix."""
-    files, pickled = _stored(path)
-    names = [name for file in files for name in read_header(file).tensors]
-    names += [name for file in pickled for name in read_torch_file(file)]
-    return sum(unwrap(name) != name or name.startswith(PEFT_PREFIX) for name in names)
-
-
-def _stored(path: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files of a model's weights, safetensors or pickled."""
-    files = list(weight_files(path, "model*.safetensors"))
-    return files, [] if files else list(weight_files(path, "pytorch_model*.bin"))
-
-
 def _unwrapped(path: Path) -> dict[str, Any] | None:
     """Return all tensors under names without prefixes of wrappers; None if no name has one."""
     import torch
     from safetensors.torch import load_file
 
-    if not wrapped_names(path):
+    files = weight_files(path, "model*.safetensors")
+    pickled = [] if files else weight_files(path, "pytorch_model*.bin")
+    names = [name for file in files for name in read_header(file).tensors]
+    names += [name for file in pickled for name in read_torch_file(file)]
+    if not any(unwrap(name) != name or name.startswith(PEFT_PREFIX) for name in names):
         return None
-    files, pickled = _stored(path)
     states = [*map(load_file, files), *(torch.load(file, weights_only=True) for file in pickled)]
     tensors = {name: each for state in states for name, each in state.items()}
     plain = without_wrappers(tensors).items()

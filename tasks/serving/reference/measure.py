@@ -30,12 +30,6 @@ LARGEST = 65504.0
 
 
 @torch.no_grad()
-def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
-    """Score the reference's probes at the reference's token ids."""
-    return _at_ids(model, reference)
-
-
-@torch.no_grad()
 def noise_of_formats(model: Any, measured: Fingerprint) -> dict[str, FormatNoise]:
     """Return the noise of each 16-bit format for a model; its weights are cast in place.
 
@@ -45,12 +39,12 @@ def noise_of_formats(model: Any, measured: Fingerprint) -> dict[str, FormatNoise
     dtype = _dtype(model)
     if dtype != "float32":
         with other_sums(model):
-            return {dtype: drift(measured, _at_ids(model, measured, COPIES), dtype).noise}
+            return {dtype: drift(measured, fingerprint(model, measured, COPIES), dtype).noise}
     noise = {}
     fits = all(p.abs().max() <= LARGEST for p in model.parameters() if p.is_floating_point())
     for name in ("float16", "bfloat16") if fits else ("bfloat16",):
         compute_in(model, name)  # float16 has more bits, so that bfloat16 rounds the same values
-        rounded = _at_ids(model, measured)
+        rounded = fingerprint(model, measured)
         if np.isfinite(rounded.logprobs).all():
             noise[name] = drift(measured, rounded, name).noise
     return noise
@@ -70,7 +64,9 @@ def other_sums(model: Any) -> Iterator[None]:
         model.set_attn_implementation(name)
 
 
-def _at_ids(model: Any, reference: Fingerprint, copies: int = 1) -> Fingerprint:
+@torch.no_grad()
+def fingerprint(model: Any, reference: Fingerprint, copies: int = 1) -> Fingerprint:
+    """Score the reference's probes at the reference's token ids; `copies` of each in a batch."""
     logprobs, top1, steps = [], [], []
     start = 0
     for probe in reference.probes:
@@ -228,8 +224,7 @@ def layer_errors(
     }
     if not layers:  # from GGUF, where every linear layer is quantised and already decoded
         layers = {name: m for name, m in named.items() if isinstance(m, torch.nn.Linear)}
-    device = input_device(quantized)
-    quantized(torch.tensor([list(rows[0][:2])], device=device))  # decompresses the weights
+    quantized(_ids(quantized, [rows[0][:2]]))  # decompresses the weights
     sums = {name: [0.0, 0.0] for name in layers}
     modules = dict(original.named_modules())
     hooks = [
@@ -237,7 +232,7 @@ def layer_errors(
         for name, layer in layers.items()
     ]
     for row in rows:
-        original(torch.tensor([list(row)], device=input_device(original)))
+        original(_ids(original, [row]))
     for hook in hooks:
         hook.remove()
     errors = {name: (lost / max(total, 1e-30)) ** 0.5 for name, (lost, total) in sums.items()}

@@ -88,19 +88,22 @@ def _pairing(adapter: Adapter, live: Model) -> Pairing:
 @contextlib.contextmanager
 def _in_installed_layout(adapter: Adapter, live: Model) -> Iterator[Path]:
     """Yield the adapter's folder, or a copy with names and layouts of the installed peft."""
-    other_layout = list(_other_layout(adapter, live))
-    if not other_layout and not _is_wrapped(adapter):
-        yield adapter.root
-        return
     import torch
     from safetensors.torch import load_file, save_file
 
+    file, pickled = adapter.root / f"{ADAPTER}.safetensors", adapter.root / PICKLED
+    stored = list(read_header(file).tensors if file.is_file() else read_state(pickled))
+    other_layout = list(_other_layout(adapter, live))
+    # peft finds none of the names that have prefixes of wrappers.
+    if not other_layout and all(name in adapter.tensors for name in stored):
+        yield adapter.root
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if (adapter.root / f"{ADAPTER}.safetensors").is_file():
-            tensors = load_file(adapter.root / f"{ADAPTER}.safetensors")
+        if file.is_file():
+            tensors = load_file(file)
         else:
-            tensors = torch.load(adapter.root / PICKLED, weights_only=True)
+            tensors = torch.load(pickled, weights_only=True)
         tensors = {key: tensors[name] for key, name in without_wrappers(tensors).items()}
         for term in other_layout:
             a, b, experts = tensors[term.a], tensors[term.b], term.experts
@@ -110,14 +113,6 @@ def _in_installed_layout(adapter: Adapter, live: Model) -> Iterator[Path]:
         save_file(tensors, folder / f"{ADAPTER}.safetensors")
         shutil.copy(adapter.root / CONFIG, folder)
         yield folder
-
-
-def _is_wrapped(adapter: Adapter) -> bool:
-    """Return True if the file's names have prefixes of wrappers: peft finds none of them."""
-    file, pickled = adapter.root / f"{ADAPTER}.safetensors", adapter.root / PICKLED
-    names = list(read_header(file).tensors) if file.is_file() else []
-    names += list(read_state(pickled)) if pickled.is_file() and not names else []
-    return any(name not in adapter.tensors for name in names)
 
 
 def _other_layout(adapter: Adapter, live: Model) -> Iterator[LowRank]:

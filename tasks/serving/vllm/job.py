@@ -161,9 +161,3 @@ class VllmChild:
         if child is not None:
             child.__exit__(None if error is None else type(error), error, None)
 
-
-def run_vllm(
-    jobs: Sequence[Job], settings: Smoke, *, log: Log, log_path: Path
-) -> list[dict[str, Any]]:
-    """Run the jobs in a vLLM process of their own; see `VllmChild.run`."""
-    return VllmChild().run(jobs, settings, log=log, log_path=log_path)

@@ -160,4 +160,3 @@ class VllmChild:
         child, self._child = self._child, None
         if child is not None:
             child.__exit__(None if error is None else type(error), error, None)
-

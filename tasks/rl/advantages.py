@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
     from tasks.rl.experience import Experience
@@ -226,13 +227,8 @@ def whiten(values_N: torch.Tensor) -> torch.Tensor:
 def _of_group(values_S: torch.Tensor, groups_S: torch.Tensor, reduce: str) -> torch.Tensor:
     """Return sum, mean or extreme of each group, repeated for its members: (S,)."""
     names_G, group_S = groups_S.unique(return_inverse=True)
-    if reduce == "mean":
-        count_S = _of_group(torch.ones_like(values_S), groups_S, "sum")
-        return _of_group(values_S, groups_S, "sum") / count_S
-    of_G = values_S.new_zeros(len(names_G))
-    if reduce == "sum":
-        return of_G.index_add(0, group_S, values_S)[group_S]
-    return of_G.scatter_reduce(0, group_S, values_S, reduce, include_self=False)[group_S]
+    zeros_G = values_S.new_zeros(len(names_G))
+    return zeros_G.scatter_reduce(0, group_S, values_S, reduce, include_self=False)[group_S]
 
 
 def _inverse_deviation(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
@@ -252,22 +248,11 @@ def _discounted(values_N: torch.Tensor, lengths_S: torch.Tensor, decay: float) -
     All responses at once, from the last token of the longest one backwards; the padding is zero and
     adds nothing.
     """
-    places_N = _places(lengths_S)
-    longest = int(lengths_S.max()) if len(lengths_S) else 0
-    padded_LS = values_N.new_zeros(longest * len(lengths_S)).index_copy(0, places_N, values_N)
-    padded_LS = padded_LS.view(longest, len(lengths_S))
-    for t in range(longest - 2, -1, -1):
-        padded_LS[t] += decay * padded_LS[t + 1]
-    return padded_LS.view(-1)[places_N]
-
-
-def _places(lengths_S: torch.Tensor) -> torch.Tensor:
-    """Return each token's index in a flattened (L, S) table with one column per response: (N,)."""
-    responses = len(lengths_S)
-    column_N = torch.arange(responses, device=lengths_S.device).repeat_interleave(lengths_S)
-    starts_S = lengths_S.cumsum(0) - lengths_S
-    token_N = torch.arange(len(column_N), device=lengths_S.device)
-    return (token_N - starts_S[column_N]) * responses + column_N
+    padded_SL = pad_sequence(values_N.split(lengths_S.tolist()), batch_first=True)
+    for t in range(padded_SL.shape[1] - 2, -1, -1):
+        padded_SL[:, t] += decay * padded_SL[:, t + 1]
+    token_L = torch.arange(padded_SL.shape[1], device=lengths_S.device)
+    return padded_SL[token_L < lengths_S[:, None]]
 
 
 def _last(lengths_S: torch.Tensor) -> torch.Tensor:

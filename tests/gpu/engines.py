@@ -127,7 +127,7 @@ def reload(setting: Setting) -> Numbers:
     for version in (1, 2):
         _move(policy, version)
         began = time.monotonic()
-        running.wake_weights()
+        running.wake("weights")
         running.load_weights(merged_tensors(policy, facts), version)
         running.wake()
         numbers["s"] = round(time.monotonic() - began, 2)

@@ -21,7 +21,7 @@ from tasks.rl.rollout.proof import Numbers, SyncProof
 from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
 from tasks.serving.vllm.job import time_limit
-from tasks.serving.vllm.rollouts import Colocated
+from tasks.serving.vllm.rollouts import WEIGHTS, Colocated
 from tasks.weights.model import Model, model_facts
 
 LOG = logging.getLogger("plumbline.rl")
@@ -60,7 +60,7 @@ class VllmEngine:
     def sync_weights(self) -> int:
         """Sync the policy's weights, see `engine.Engine`."""
         version = self._policy.advance()
-        self._engine.wake_weights()
+        self._engine.wake(WEIGHTS)
         if self._policy.as_adapter:
             with self._policy.adapter_folder() as folder:
                 self._on_all(lambda: self._engine.load_adapter(folder, version))

@@ -18,7 +18,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,25 +38,21 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 """vLLM's tags of the memory that sleep frees."""
 
 
-@dataclass
 class Colocated:
     """A vLLM engine inside a training rank."""
 
-    how: Colocation  # its settings
-    sampling: Sampling  # sampling parameters
-    version: int = 0  # of the policy that it holds; 0: none
-    awake: int = 0  # bytes of the GPU that torch had reserved when the engine went to sleep
-    slept: int = 0  # bytes that it gave back then, which torch still counts as reserved
-    _llm: Any = field(default=None, repr=False)
-    _adapter: Any = field(default=None, repr=False)
-    _asleep: list[str] = field(default_factory=list, repr=False)
-    _loaded: Any = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, how: Colocation, sampling: Sampling) -> None:
         """Start the engine. Raises ConfigError, or vLLM's own errors."""
+        self.how, self.sampling = how, sampling
+        self.version = 0  # of the policy that it holds; 0: none
+        # Bytes of the GPU that torch had reserved when the engine went to sleep, and those of them
+        # that it gave back then, which torch still counts.
+        self.awake = self.slept = 0
         with undisturbed():
-            self._llm = _start(self.how, self.sampling)
-        self._loaded = LoadedAdapter(self._llm)
+            self._llm = _start(how, sampling)
+        self._adapter: Any = None
+        self._asleep: list[str] = []
+        self._loaded: Any = LoadedAdapter(self._llm)
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """Replace the adapter by one from a PEFT folder, which may be deleted afterwards.
@@ -74,8 +69,7 @@ class Colocated:
         with _accepted(version):
             core.add_lora(request)
         self._loaded.require_sent(folder, version)
-        self._adapter = request
-        self.version = version
+        self._adapter, self.version = request, version
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the full weights by a checkpoint's tensors, by their keys on disk, tied ones too.
@@ -105,7 +99,7 @@ class Colocated:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        how = self.sampling
+        how, limits = self.sampling, limits or [self.sampling.max_new_tokens] * len(prompts)
         free = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
         params = [
             SamplingParams(
@@ -118,9 +112,7 @@ class Colocated:
                 stop_token_ids=list(how.ends),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            for seed, limit in zip(
-                seeds, limits or [how.max_new_tokens] * len(prompts), strict=True
-            )
+            for seed, limit in zip(seeds, limits, strict=True)
         ]
         return [_generated(output.outputs[0]) for output in self._outputs(prompts, params)]
 
@@ -140,37 +132,27 @@ class Colocated:
 
     def _outputs(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
         """Return vLLM's output for each prompt with its parameters."""
-        core = self._llm.llm_engine
+        core, outputs = self._llm.llm_engine, dict[str, Any]()
         self._loaded.require_unchanged()
         names = [str(number) for number in range(len(prompts))]
+        until = time.monotonic() + self.how.timeout_s
         with undisturbed():
             self._llm.reset_prefix_cache()
             for name, prompt, how in zip(names, prompts, params, strict=True):
                 ids = {"prompt_token_ids": list(map(int, prompt))}
                 core.add_request(name, ids, how, lora_request=self._adapter)
-            try:
-                outputs = self._step(len(names))
-            except TrainingError:
-                core.abort_request(names)
-                raise
+            while core.has_unfinished_requests():
+                finished = [output for output in core.step() if output.finished]
+                if finished:
+                    self._loaded.require_used()
+                outputs |= {output.request_id: output for output in finished}
+                if time.monotonic() > until:
+                    raise TrainingError(
+                        f"rollouts: {len(names) - len(outputs)} of {len(names)} responses are "
+                        f"missing after {self.how.timeout_s:g} s",
+                        hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
+                    )
         return [outputs[name] for name in names]
-
-    def _step(self, count: int) -> dict[str, Any]:
-        """Step until every request is finished; return outputs by request."""
-        core, outputs = self._llm.llm_engine, dict[str, Any]()
-        until = time.monotonic() + self.how.timeout_s
-        while core.has_unfinished_requests():
-            finished = [output for output in core.step() if output.finished]
-            if finished:
-                self._loaded.require_used()
-            outputs |= {output.request_id: output for output in finished}
-            if time.monotonic() > until:
-                raise TrainingError(
-                    f"rollouts: {count - len(outputs)} of {count} responses are missing after "
-                    f"{self.how.timeout_s:g} s",
-                    hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
-                )
-        return outputs
 
     def sleep(self) -> None:
         """Free a GPU's memory until the engine wakes. Does nothing on a CPU.
@@ -192,16 +174,9 @@ class Colocated:
         if full:
             self.version = 0
 
-    def wake_weights(self) -> None:
-        """Take the memory for weights again, before a sync; not yet for the KV cache."""
-        self._wake([WEIGHTS])
-
-    def wake(self) -> None:
-        """Take all memory again."""
-        self._wake([WEIGHTS, CACHE])
-
-    def _wake(self, tags: list[str]) -> None:
-        for tag in [tag for tag in tags if tag in self._asleep]:
+    def wake(self, *tags: str) -> None:
+        """Take memory again: that of these tags, or all of it."""
+        for tag in [tag for tag in tags or (WEIGHTS, CACHE) if tag in self._asleep]:
             self._llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
 

@@ -9,7 +9,7 @@ import pytest
 
 from tasks.rl.environment import EnvironmentProcess
 from tasks.rl.user_code import FunctionReference
-from tests.rl.playing import LOG, Open
+from tests.rl.making import LOG, Open
 from tests.training.conftest import make_tokenizer, save_base
 
 

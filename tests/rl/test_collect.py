@@ -21,9 +21,7 @@ from tasks.rl.prompts import PromptOrder, load_prompts
 from tasks.rl.responses import Prompt, Request, Response, ScoredResponse
 from tasks.rl.rewards import Rewards, Weighted
 from tasks.rl.update import minibatches
-from tests.rl.making import TOKENIZER, Judge, response
-from tests.rl.peers import Peer, on_ranks
-from tests.rl.playing import Player
+from tests.rl.making import TOKENIZER, Judge, Peer, Player, on_ranks, response
 from tests.settings import Batch, Loop, Settings
 from tests.training.conftest import make_tokenizer
 

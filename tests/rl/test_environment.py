@@ -21,16 +21,17 @@ from tasks.rl.rewards import Rewards, Weighted
 from tasks.rl.user_code import FunctionReference
 from tasks.serving.vllm.colocation import Generated
 from tasks.toy.tokenizer import train_tokenizer
-from tests.rl.making import TOKENIZER, Judge
-from tests.rl.peers import on_ranks
-from tests.rl.playing import (
+from tests.rl.making import (
     END,
     GAME,
     LOG,
     PROMPTS,
+    TOKENIZER,
+    Judge,
     Open,
     Player,
     episodes,
+    on_ranks,
     play,
     prompt_of,
     rendered,

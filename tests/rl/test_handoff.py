@@ -25,7 +25,7 @@ from tasks.training.job import Peft
 from tasks.training.model.adapter import lora_config
 from tasks.weights.model import Model, facts_of
 from tasks.weights.perform import perform
-from tests.rl.peers import alone
+from tests.rl.making import alone
 from tests.settings import Rollout, Settings
 from tests.tiny import tiny
 
@@ -224,21 +224,12 @@ def test_another_model_temperature_or_nan_is_refused() -> None:
 def test_dropout_is_switched_off() -> None:
     """`old` is measured without dropout, so a pass in training mode has to give the same."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        vocab_size=32, attention_dropout=0.5,
-    )  # fmt: skip
     lora = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
-    model = get_peft_model(LlamaForCausalLM(config), lora)
+    model = get_peft_model(LlamaForCausalLM(tiny("Llama", attention_dropout=0.5)), lora)
     ids = torch.arange(8)[None]
-
-    def differs() -> bool:
-        measured, trained = model.eval()(ids).logits, model.train()(ids).logits
-        return not torch.equal(measured, trained)
-
-    assert differs()
+    assert not torch.equal(model.eval()(ids).logits, model.train()(ids).logits)
     assert setup.disable_dropout(model)
-    assert not differs()
+    assert torch.equal(model.eval()(ids).logits, model.train()(ids).logits)
     assert not setup.disable_dropout(model)

@@ -15,7 +15,7 @@ from tasks.rl.advantages import estimate_kl
 from tasks.rl.algorithms import Algorithm
 from tasks.rl.experience import Experience
 from tasks.rl.loop import adapted
-from tasks.rl.losses import Totals, correction_weights, policy_loss, value_loss
+from tasks.rl.losses import Totals, policy_loss, value_loss
 from tasks.rl.measure import MismatchLimits, mismatch
 from tasks.training.losses import Loss
 from tests.rl.making import KL
@@ -139,30 +139,21 @@ def divergence(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-def average(estimator: str) -> tuple[float, torch.Tensor]:
-    """Mean of an estimate and its gradient over the policy's distribution: exact, not sampled."""
-    logits = POLICY.clone().requires_grad_()
-    each = estimate_kl(logits.log_softmax(0), OTHER.log_softmax(0), estimator)
-    probability = POLICY.softmax(0)
-    mean = (probability * each).sum()
-    return float(mean.detach()), torch.autograd.grad(mean, logits)[0]
-
-
 @pytest.mark.parametrize("estimator", KL)
 def test_kl_estimates_have_the_mean_and_gradient_that_theory_says(estimator: str) -> None:
     """The naive derivative of k1 averages to zero and would have no effect in a loss."""
-    logprobs, reference = POLICY.log_softmax(0), OTHER.log_softmax(0)
-    wanted = [KL[estimator](float(p - q)) for p, q in zip(logprobs, reference, strict=True)]
-    estimates = estimate_kl(logprobs, reference, estimator).tolist()
-    assert estimates == pytest.approx(wanted, rel=1e-12)
-    mean, moves = average(estimator)
+    logits, probability = POLICY.clone().requires_grad_(), POLICY.softmax(0)
+    logprobs, reference = logits.log_softmax(0), OTHER.log_softmax(0)
+    estimates = estimate_kl(logprobs, reference, estimator)
+    wanted = [KL[estimator](float(d)) for d in (logprobs - reference).detach()]
+    assert estimates.tolist() == pytest.approx(wanted, rel=1e-12)
+    mean = (probability * estimates).sum()  # over the policy's distribution: exact, not sampled
     if estimator != "k2":  # k2 is biased
-        assert mean == pytest.approx(float(divergence(POLICY, OTHER)), rel=1e-12)
-    logits = POLICY.clone().requires_grad_()
+        assert float(mean.detach()) == pytest.approx(float(divergence(POLICY, OTHER)), rel=1e-12)
     both = (OTHER, logits) if estimator == "k3" else (logits, OTHER)
-    right = torch.autograd.grad(divergence(*both), logits)[0]
+    (moves,) = torch.autograd.grad(mean, logits, retain_graph=True)
+    (right,) = torch.autograd.grad(divergence(*both), logits)
     torch.testing.assert_close(moves, right, rtol=1e-10, atol=1e-12)
-    assert float(right.abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("nats", [14.0, 34.5])
@@ -182,11 +173,8 @@ def test_one_extreme_token_does_not_decide(nats: float) -> None:
 @pytest.mark.parametrize(
     ("measured", "responses", "factor"),
     [
-        (0.02, 100, 1.0),  # on target
         (0.021, 100, 1.05),  # a miss of 5 %, over one horizon
-        (0.5, 100, 1.2),  # cut off
-        (0.0, 100, 0.8),
-        (0.5, 50, 1.2**0.5),
+        (0.5, 50, 1.2**0.5),  # cut off
         (0.0, 1000, 0.8**10),  # a whole iteration of ten horizons, and still positive
     ],
 )
@@ -198,56 +186,20 @@ def test_the_adaptive_coefficient_moves_by_the_relative_error(
     assert adapted(0.3, measured, responses, Loop()) == 0.3
 
 
-SIZES = torch.tensor([3, 1, 4, 2])
-HIGH, LOW = 2.0, 0.5
-RATIOS = [1.5, 0.9, 1.9, 0.3, 1.1, 0.95, 1.0, 1.0, 2.5, 0.6]
-"""Ratios of the ten tokens; products by response: 2.565, 0.3, 1.045, 1.5."""
-
-
-def logprobs() -> tuple[torch.Tensor, torch.Tensor]:
-    sampled = -torch.linspace(0.1, 3.0, len(RATIOS), dtype=torch.float64)
-    return sampled + torch.tensor(RATIOS, dtype=torch.float64).log(), sampled
-
-
-def weights(kind: str, old: torch.Tensor, sampled: torch.Tensor) -> list[float]:
-    loop = replace(Loop(), correction=kind, correction_high=HIGH, correction_low=LOW)  # type: ignore[arg-type]
-    actual = correction_weights(old.requires_grad_(), sampled, SIZES, loop)
-    assert not actual.requires_grad
-    return actual.tolist()
-
-
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
-    [
-        ("none", [1.0] * 10),
-        ("tis", [1.5, 0.9, 1.9, 0.3, 1.1, 0.95, 1.0, 1.0, 2.0, 0.6]),
-        ("icepop", [1.5, 0.9, 1.9, 0.0, 1.1, 0.95, 1.0, 1.0, 0.0, 0.6]),
-        ("sequence_mask", [0.0] * 3 + [0.0] + [1.045] * 4 + [1.5] * 2),
-    ],
-)
-def test_correction_weights(kind: str, wanted: list[float]) -> None:
-    assert weights(kind, *logprobs()) == pytest.approx(wanted, rel=1e-12)
-    assert weights(kind, *[logprobs()[0]] * 2) == [1.0] * 10, "engines that agree need none"
-
-
 def test_mismatch() -> None:
-    actual = mismatch(*logprobs())
-    logs = [math.log(r) for r in RATIOS]
-    assert actual.mean_abs == pytest.approx(sum(abs(d) for d in logs) / 10, rel=1e-12)
-    assert actual.max_abs == pytest.approx(max(abs(d) for d in logs), rel=1e-12)
-    assert actual.kl == pytest.approx(sum(KL["k3"](-d) for d in logs) / 10, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("which", "whose", "bad"), [(0, "trainer", math.nan), (1, "engine", -math.inf)]
-)
-def test_values_that_are_not_finite_end_training(which: int, whose: str, bad: float) -> None:
     """A limit alone would let NaN pass: `nan > limit` is false."""
-    both = logprobs()
-    both[which][[2, 5]] = bad
-    with pytest.raises(TrainingError, match=f"2 of 10 .*{whose}") as caught:
-        mismatch(*both)
-    assert "train.lr" in caught.value.hint
+    sampled = -torch.linspace(0.1, 3.0, 5, dtype=torch.float64)
+    gaps = [0.4, -0.1, 0.6, -1.2, 0.0]
+    trained = sampled + torch.tensor(gaps, dtype=torch.float64)
+    actual = mismatch(trained, sampled)
+    assert actual.mean_abs == pytest.approx(sum(map(abs, gaps)) / 5, rel=1e-12)
+    assert actual.max_abs == pytest.approx(1.2, rel=1e-12)
+    assert actual.kl == pytest.approx(sum(KL["k3"](-d) for d in gaps) / 5, rel=1e-12)
+    bad = sampled.clone()
+    bad[[2, 4]] = -math.inf
+    for both, whose in (((bad, sampled), "trainer"), ((trained, bad), "engine")):
+        with pytest.raises(TrainingError, match=f"2 of 5 .*{whose}"):
+            mismatch(*both)
 
 
 HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,49 +48,34 @@ def judge(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def replies(scorer: ReferenceScorer, folder: Path) -> list[list[int]]:
-    """Responses sampled by the transformers engine."""
-    prompts = scorer.encode(folder, ROWS).tokens
-    how: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "eos": [END]}
-    return scorer.sample(ModelRef(folder), prompts, **how).tokens
-
-
 def test_distance_and_rewards_are_those_of_the_sampled_ids(
     run: Callable[..., StageReport], scorer: ReferenceScorer, served: Path, base: Path,
     judge: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
+    import torch
+
     metrics = run(reward=judge, dtype="bfloat16").metrics  # as `load` computes
-    require_distance(metrics, scorer, served, base)
     prompts = scorer.encode(served, ROWS).tokens
+    how: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "eos": [END]}
+    lines = (tmp_path / "out" / "drawn.jsonl").read_text().splitlines()
+    replies = {}
     for when, folder in (("before", base), ("after", served)):
-        texts = [[*p, *r] for p, r in zip(prompts, replies(scorer, folder), strict=True)]
+        replies[when] = scorer.sample(ModelRef(folder), prompts, **how).tokens
+        texts = [[*p, *r] for p, r in zip(prompts, replies[when], strict=True)]
         scores = scorer.rewards(ModelRef(judge, dtype=computing_dtype_of(judge)), texts)
         assert metrics[f"scored/{when}"] == pytest.approx(sum(scores) / len(scores), abs=1e-6)
-        lines = (tmp_path / "out" / "drawn.jsonl").read_text().splitlines()
         written = [json.loads(line)[f"reward_{when}"] for line in lines]
         assert written == pytest.approx(scores, abs=1e-6)
     assert metrics["scored/before"] != metrics["scored/after"]
     assert metrics["scored/left_out"] == 0
-
-
-def require_distance(
-    metrics: Mapping[str, float], scorer: ReferenceScorer, served: Path, base: Path
-) -> None:
-    """Check the reported distance with both models' own log-probabilities."""
-    import torch
-
-    total, count = 0.0, 0
-    models = [load(served), load(base)]
-    prompts = scorer.encode(served, ROWS).tokens
-    for prompt, reply in zip(prompts, replies(scorer, served), strict=True):
+    models, moves = [load(served), load(base)], []
+    for prompt, reply in zip(prompts, replies["after"], strict=True):
         ids = torch.tensor([[*prompt, *reply]])
         with torch.no_grad():
-            now, before = (m(ids).logits[0].float().log_softmax(-1) for m in models)
-        for at, token in enumerate(reply, start=len(prompt) - 1):
-            total += float(now[at, token] - before[at, token])
-        count += len(reply)
-    assert metrics["drawn/kl"] == pytest.approx(total / count, rel=1e-4)
-    assert metrics["drawn/kl"] > 0.1
+            now, then = (m(ids).logits[0].float().log_softmax(-1) for m in models)
+        at = range(len(prompt) - 1, ids.shape[1] - 1)
+        moves += [float(now[i, t] - then[i, t]) for i, t in zip(at, reply, strict=True)]
+    assert metrics["drawn/kl"] == pytest.approx(sum(moves) / len(moves), rel=1e-4)
     assert 0 < metrics["drawn/kl_error"] < metrics["drawn/kl"]
 
 

@@ -101,15 +101,6 @@ def require_once(*fakes: FakeVllm) -> None:
     assert set(Counter(n for fake in fakes for n in fake.served).values()) == {1}
 
 
-def test_each_prompt_is_answered_once_in_order_with_its_seed(start: Any) -> None:
-    free = threading.Event()
-    slow = start(after(free))
-    fast = start(lambda number, _: free.set() if number == 40 else None)
-    sampled(fleet_of(fast, slow), 60)
-    require_once(fast, slow)
-    assert len(fast.served) >= 40, "a server that is free takes the next prompt"
-
-
 def test_a_server_that_dies_leaves_its_prompts_to_the_others(start: Any) -> None:
     dying, died = start(), threading.Event()
 

@@ -88,11 +88,6 @@ ONE_STEP = {"objective": "grpo", "batch": Batch(4, 16, max_len=64), "save_steps"
 ONE_EPOCH = {"iterations": 3, "ppo_epochs": 1, "correction": "sequence_mask"}
 DAPO = {"clip_high": 0.28, "kl_coef": 0.0, "ppo_epochs": 1, "refill": 2, "mask_truncated": True}
 STILL = {"optim": Optim(lr=0.0, scheduler="constant")}
-STOPPED = {
-    **STILL,
-    "save_steps": 1,
-    "evaluate": Evaluate(eval_steps=1, best_metric="reward", early_stop_patience=1, keep="last"),
-}
 DEFAULT = {
     "whole": Run(),
     "resumed": Run(resumes="whole"),
@@ -103,13 +98,10 @@ DEFAULT = {
 SLOW = {
     "separate_lora": Run(SEPARATE, {"zero": Zero(3)}),
     "separate_lora_resumed": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora"),
-    "separate_full": Run(SEPARATE, {"peft": Peft(), "optim": GENTLE}),
     "reference_zero2": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(2)}),
     "reference_zero3": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(3)}),
     "dapo": Run(DAPO, {"objective": "dapo"}, base="chatty"),
     "dapo_resumed": Run(DAPO, {"objective": "dapo"}, base="chatty", resumes="dapo"),
-    "stopped": Run({}, STOPPED),
-    "nothing_left": Run({}, STOPPED, resumes="stopped"),
     # The reward falls from the first iteration on, and the run returns to that iteration.
     **{
         f"best_of_{iterations}": Run(

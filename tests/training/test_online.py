@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tasks.core.errors import (
-    PlumblineError,
-    TrainingError,
-)
-from tasks.drift.fingerprint import Fingerprint
+from tasks.core.errors import TrainingError
 from tasks.rl.loop import CURSOR, MISMATCH
 from tasks.training.engine import checkpoint
 from tasks.training.engine.saving import convert
 from tasks.training.job import Zero
-from tasks.witness.plumbline_witness.prints import FINGERPRINT
-from tests.settings import Batch, Launch, Optim, Settings
+from tests.settings import Batch, Launch, Optim
 from tests.training.online import DEFAULT, Bench, Finished, Run, in_game
 from tests.training.places import rank_pids, read_json, run_train, stitched
 
@@ -93,22 +89,17 @@ def test_an_environment_of_several_turns(finished: Finished) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["separate_lora", "separate_full"])
 def test_a_separate_critic_is_written_beside_the_policy_and_resumed(
-    name: str, finished_slowly: Finished
+    finished_slowly: Finished,
 ) -> None:
-    out = finished_slowly[name]
+    out = finished_slowly["separate_lora"]
     policy = read_json(out / "partitions.json")["parameters"]
     assert not [key for key in policy if "value_head" in key or "critic" in key]
     assert read_json(out / "critic" / "critic.json")["kind"] == "separate"
     critic = stitched(out / "critic")
     assert critic["value_head.weight"].any(), "it has learned"
-    assert all(torch.isfinite(tensor).all() for tensor in critic.values())
-    trunk = [key for key in critic if "value_head" not in key]
-    assert trunk
-    assert all(("lora_" in key) == (name == "separate_lora") for key in trunk)
-    if name == "separate_lora":
-        require_same_bytes(out, finished_slowly["separate_lora_resumed"])
+    assert all(("lora_" in key) or key.startswith("value_head") for key in critic)
+    require_same_bytes(out, finished_slowly["separate_lora_resumed"])
 
 
 @pytest.mark.slow
@@ -139,16 +130,6 @@ def test_the_best_policy_is_saved_with_its_critic(finished_slowly: Finished) -> 
 
 
 @pytest.mark.slow
-def test_a_resumed_run_with_nothing_left_is_still_fingerprinted(finished_slowly: Finished) -> None:
-    """Stopped early, killed after that iteration's checkpoint, and started again."""
-    outs = [finished_slowly[name] for name in ("stopped", "nothing_left")]
-    prints = [Fingerprint.load(out / FINGERPRINT) for out in outs]
-    assert len(prints[0].probes) == 4
-    assert prints[0].probes == prints[1].probes
-    assert prints[0].logprobs.tobytes() == prints[1].logprobs.tobytes()
-
-
-@pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_ranks(finished: Finished, bench: Bench) -> None:
     """Policy and critic come from a universal checkpoint; only the order of sums differs."""
     half_way = finished["whole"] / "checkpoints" / "step-00000002"
@@ -162,13 +143,12 @@ def test_a_run_resumes_with_another_number_of_ranks(finished: Finished, bench: B
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_any_number_of_ranks_learns_the_same(stage: int, bench: Bench) -> None:
+def test_any_number_of_ranks_learns_the_same(bench: Bench) -> None:
     """Under ZeRO-3 ranks decode together, and each has its own limits and number of episodes."""
     plain = Run({"iterations": 2, "kl_coef": 0.0}, {"objective": "grpo", "save_steps": 0})
     sizes = {"kl_coef": 0.0, "rollout_batch_size": 3, "num_generations": 2}
     game = in_game(
-        sizes, objective="grpo", save_steps=0, batch=Batch(2, 6, max_len=128), zero=Zero(stage)
+        sizes, objective="grpo", save_steps=0, batch=Batch(2, 6, max_len=128), zero=Zero(3)
     )
     for name, run, counts in (("plain", plain, (1, 2)), ("game", game, (1, 3))):
         for ranks in counts:
@@ -179,27 +159,22 @@ def test_any_number_of_ranks_learns_the_same(stage: int, bench: Bench) -> None:
         assert losses(outs[0]) == pytest.approx(losses(outs[1]), rel=1e-4, abs=1e-6)
 
 
-GRPO = Run({"kl_coef": 0.0, "iterations": 3}, {"objective": "grpo"})
-
-
-def failure(kind: type[PlumblineError], bench: Bench, settings: Settings) -> PlumblineError:
-    """Return the error that ends the stage `train`; all of its ranks have to end too."""
-    folder = bench.folder / "run"
-    with pytest.raises(kind) as caught:
-        run_train(folder, bench.bases["plain"], bench.data, settings)
-    assert rank_pids(folder, "tasks.rl") == []
-    return caught.value
-
-
 @pytest.mark.slow
-def test_a_policy_that_went_too_far_ends_the_run(bench: Bench) -> None:
-    """Without a limit of the rate the weights leave the range of fp32 in a step or two."""
-    for limit, changes, named in (
+@pytest.mark.parametrize(
+    ("limit", "optim", "named"),
+    [
         ({"mismatch_limit": 1e-12}, {}, "iteration 1"),
-        ({}, {"optim": Optim(lr=1e30, scheduler="constant"), "save_steps": 1}, "nan"),
-    ):
-        run = replace(GRPO, rl={**GRPO.rl, **limit})
-        again = replace(bench, folder=bench.folder / named)
-        error = failure(TrainingError, again, again.settings(run, **changes))
-        assert named in error.report() or "not finite" in error.message
-        assert not list((again.folder / "run" / "out").rglob("*.safetensors"))
+        ({}, {"optim": Optim(lr=1e30, scheduler="constant"), "save_steps": 1}, "not finite"),
+    ],
+)
+def test_a_policy_that_went_too_far_ends_the_run(
+    limit: dict[str, float], optim: dict[str, Any], named: str, bench: Bench
+) -> None:
+    """Without a limit of the rate the weights leave the range of fp32 in a step or two."""
+    run = Run({"kl_coef": 0.0, "iterations": 3, **limit}, {"objective": "grpo", **optim})
+    folder = bench.folder / "run"
+    with pytest.raises(TrainingError) as caught:
+        run_train(folder, bench.bases["plain"], bench.data, bench.settings(run))
+    assert named in caught.value.report() or "nan" in caught.value.report()
+    assert rank_pids(folder, "tasks.rl") == []
+    assert not list((folder / "out").rglob("*.safetensors"))

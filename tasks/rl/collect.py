@@ -15,9 +15,6 @@ from tasks.rl.rewards import Rewards
 from tasks.rl.rollout.engine import Engine
 from tasks.training.engine.deepspeed_engine import Ranks
 
-Collected = list[tuple[int, ScoredResponse]]
-"""Scored responses, each with the number of its prompt in the dataset."""
-
 
 @dataclass(frozen=True)
 class Collector:
@@ -33,7 +30,7 @@ class Collector:
 
     def collect(
         self, iteration: int, prompt_order: PromptOrder, start: int, samples: int, clock: Clock
-    ) -> tuple[Collected, int]:
+    ) -> tuple[list[ScoredResponse], int]:
         """Return the responses to one iteration's prompts by group, and the next prompt's position.
 
         A group is all responses to one prompt. If their rewards are equal, the group has no signal.
@@ -44,7 +41,7 @@ class Collector:
         numbers = prompt_order.numbers(start, used)
         collected = self.sample(numbers, iteration, samples, clock)
         for _ in range(prompt_order.refill_rounds):
-            no_signal = groups_without_signal([response for _, response in collected])
+            no_signal = groups_without_signal(collected)
             if not no_signal:
                 break
             numbers = prompt_order.numbers(start + used, len(no_signal))
@@ -62,7 +59,7 @@ class Collector:
         *,
         first: int = 0,
         greedy: bool = False,
-    ) -> Collected:
+    ) -> list[ScoredResponse]:
         """Return `samples` responses to each of these prompts, from all ranks.
 
         Group g holds the responses to prompt `numbers[g]`. It is sampled with the seed of number
@@ -111,16 +108,16 @@ class Collector:
         ]
 
 
-def _refilled(collected: Collected, no_signal: Sequence[int], fresh: Collected) -> Collected:
+def _refilled(
+    collected: Sequence[ScoredResponse], no_signal: Sequence[int], fresh: Sequence[ScoredResponse]
+) -> list[ScoredResponse]:
     """Replace groups without signal by groups of `fresh` that have one, in order."""
-    fresh_no_signal = set(groups_without_signal([response for _, response in fresh]))
-    useful = sorted({response.group for _, response in fresh} - fresh_no_signal)
+    useful = sorted({response.group for response in fresh} - set(groups_without_signal(fresh)))
     new_group = dict(zip(useful, no_signal, strict=False))
-    replaced = set(new_group.values())
-    kept = [(n, response) for n, response in collected if response.group not in replaced]
+    kept = [response for response in collected if response.group not in new_group.values()]
     moved = [
-        (n, replace(response, group=new_group[response.group]))
-        for n, response in fresh
+        replace(response, group=new_group[response.group])
+        for response in fresh
         if response.group in new_group
     ]
-    return sorted([*kept, *moved], key=lambda pair: pair[1].group)
+    return sorted([*kept, *moved], key=lambda response: response.group)

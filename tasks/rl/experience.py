@@ -108,17 +108,20 @@ class Experience:
 
 def gather_responses(
     ranks: Ranks, mine: Sequence[tuple[int, ScoredResponse]], prompts: Sequence[Prompt]
-) -> list[tuple[int, ScoredResponse]]:
-    """Return every rank's responses by group. Prompts are not sent: all ranks have them."""
+) -> list[ScoredResponse]:
+    """Return every rank's responses by group, from this rank's with the numbers of their prompts.
+
+    Prompts are not sent: all ranks have them.
+    """
     sent = [
         (number, replace(s, response=replace(s.response, prompt=_UNSENT))) for number, s in mine
     ]
     gathered = [
-        (n, replace(s, response=replace(s.response, prompt=prompts[n])))
+        replace(s, response=replace(s.response, prompt=prompts[number]))
         for part in ranks.all_objects(sent)
-        for n, s in part
+        for number, s in part
     ]
-    return sorted(gathered, key=lambda pair: pair[1].group)
+    return sorted(gathered, key=lambda response: response.group)
 
 
 def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:

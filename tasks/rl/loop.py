@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tasks.core.errors import ConfigError
 from tasks.core.events import emit, keep_in
-from tasks.rl.collect import Collected, Collector
+from tasks.rl.collect import Collector
 from tasks.rl.experience import pack_experience
 from tasks.rl.measure import ExperienceScorer, MismatchLimits
 from tasks.rl.metrics import Clock, collected, evaluated, samples_of, speeds
@@ -99,12 +99,11 @@ class OnlineTrainer:
     def iterate(self, iteration: int) -> dict[str, float]:
         """Run one iteration and return its metrics."""
         begin, clock, setup = time.perf_counter(), Clock(), self.setup
-        numbered, self._cursor = self.train.collect(
+        scored, self._cursor = self.train.collect(
             iteration, self._order, self._cursor, setup.loop.num_generations, clock
         )
-        record = self._start_ahead(iteration, numbered)
+        record = self._start_ahead(iteration, scored)
         self.rollout_engine.sleep()  # frees GPU memory for training; the next sync wakes it
-        scored = [response for _, response in numbered]
         experience = pack_experience(scored)
         policy_only = setup.critic is None and not setup.has_reference
         if not (policy_only and self._updater.measures(len(scored))):
@@ -129,7 +128,7 @@ class OnlineTrainer:
             emit("samples", step=iteration, rows=samples_of(scored))
         return {"step": iteration, **record, "epoch": self._cursor / self._order.total}
 
-    def _start_ahead(self, iteration: int, numbered: Collected) -> dict[str, float]:
+    def _start_ahead(self, iteration: int, scored: Sequence[ScoredResponse]) -> dict[str, float]:
         """Begin to sample the next iteration's responses; return how old this iteration's are.
 
         Nothing is sampled ahead over a checkpoint, so that a resumed run samples the same.
@@ -142,15 +141,14 @@ class OnlineTrainer:
             self._ahead.start_ahead(
                 self.train.requests(numbers, iteration + 1, loop.num_generations)
             )
-        versions = [response.response.generated.version for _, response in numbered]
+        versions = [response.response.generated.version for response in scored]
         return {"staleness": self._ahead.version - sum(versions) / len(versions)}
 
     def evaluate(self, when: str) -> dict[str, float]:
         """Return metrics of greedy responses to the evaluation prompts; emits the event "eval"."""
         clock = Clock()
         numbers = list(range(len(self.heldout.prompts)))
-        numbered = self.heldout.sample(numbers, 0, 1, clock, greedy=True)
-        self.eval_responses = [response for _, response in numbered]
+        self.eval_responses = self.heldout.sample(numbers, 0, 1, clock, greedy=True)
         metrics = evaluated(self.eval_responses)
         if self.setup.ranks.first:
             about = {"when": when, "step": self.progress.step}

@@ -150,14 +150,14 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
         finally:
             process.close()
         return [
-            (n, s.group, s.reward, dict(s.parts), s.response.ids.tolist(), s.response.messages)
-            for n, s in known
+            (s.group, s.reward, dict(s.parts), s.response.ids.tolist(), s.response.messages)
+            for s in known
         ], len(engine.seen)
 
     ((alone, calls),) = on_ranks(1, work)
     assert calls == 3
     assert {len(messages) for *_, messages in alone} == {1, 3, 5}
-    for _, _, reward, parts, *_ in alone:
+    for _, reward, parts, *_ in alone:
         assert reward == 2 * parts["function"] + parts["environment"]
     for known, count in on_ranks(5, work):  # one has no prompt
         assert known == alone

@@ -539,8 +539,3 @@ class StartedServer:
     def end(self) -> None:
         """End the server and all of its processes."""
         self._server.end()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server's supervisor."""
-        return self._server.child.pid

@@ -185,7 +185,7 @@ def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict
     folder = answering._folder
     seen["published"] = len(list(folder.iterdir()))
     bench.ranks.barrier()
-    seen["supervisors"] = [server.pid for server in answering._fleet.started]
+    seen["supervisors"] = [server._server.child.pid for server in answering._fleet.started]
     return {**seen, "folder": str(folder)}
 
 

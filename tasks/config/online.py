@@ -67,7 +67,6 @@ class Rl(Section):
     correction_high: Positive = 2.0  # upper bound of the importance ratio, trainer over engine
     correction_low: Share = 0.5  # lower bound; icepop, sequence_mask
     mismatch_limit: Positive = 0.1  # train-inference mismatch that ends training, nats per token
-    mismatch_factor: NonNegative = 4.0  # warns above this x the first five's median; 0: never
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tasks.core.errors import ConfigError
 from tasks.core.events import emit, keep_in
 from tasks.rl.collect import Collector
 from tasks.rl.experience import pack_experience
-from tasks.rl.measure import ExperienceScorer, MismatchLimits
+from tasks.rl.measure import ExperienceScorer
 from tasks.rl.metrics import Clock, collected, evaluated, samples_of, speeds
 from tasks.rl.prompts import PromptOrder
 from tasks.rl.responses import ScoredResponse
@@ -35,7 +35,6 @@ from tasks.training.selection import best_to_load, due, evaluate_if_due, has_sto
 
 CONTROLLER = "kl_controller"
 CURSOR = "next_prompt"
-MISMATCH = "first_mismatches"
 
 
 @dataclass
@@ -56,13 +55,11 @@ class OnlineTrainer:
         loop, settings, count = self.setup.loop, self.setup.job.settings, len(self.train.prompts)
         kept = self.progress.kept
         self._kl_coef: float = kept.get(CONTROLLER, {"coef": loop.kl_coef})["coef"]
-        limits = MismatchLimits(loop.mismatch_limit, loop.mismatch_factor)
-        limits.first = list(kept.get(MISMATCH, []))
         self._ahead: ServerEngine | None = None
         if loop.staleness:
             assert isinstance(self.rollout_engine, ServerEngine), "the preflight has checked it"
             self._ahead = self.rollout_engine
-        self._scorer = ExperienceScorer(self.setup, limits, self._ahead)
+        self._scorer = ExperienceScorer(self.setup, self._ahead)
         self._updater = Updater(self.setup, self._scorer)
         self._order = PromptOrder(count, loop.rollout_batch_size, loop.refill, settings.seed)
         self._cursor: int = kept.get(CURSOR, self.progress.step * loop.rollout_batch_size)
@@ -163,7 +160,6 @@ class OnlineTrainer:
         progress.seconds += record["step_s"]
         progress.kept[CONTROLLER] = {"coef": self._kl_coef}
         progress.kept[CURSOR] = self._cursor
-        progress.kept[MISMATCH] = list(self._scorer.mismatch_limits.first)
         shown = due(self.setup.job.settings.log_every, progress.step) or progress.step == self._last
         if self.setup.ranks.first and shown:
             emit("step", **record)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,13 +18,6 @@ from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.packing import Row
-
-LOG = logging.getLogger("plumbline.rl")
-FIRST = 5
-"""Number of first iterations whose median mismatch is the run's baseline."""
-FLOOR = 0.1
-"""The relative limit is at least this share of `mismatch_limit`: smaller mismatch is kernel noise.
-"""
 
 
 class Mismatch(NamedTuple):
@@ -55,62 +45,11 @@ def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
     return Mismatch(float(log_ratio_N.mean()), float(log_ratio_N.max()), float(kl_N.mean()))
 
 
-@dataclass
-class MismatchLimits:
-    """Absolute limit of the mismatch, which ends a run, and a relative one, which warns.
-
-    Importance weights correct for a mismatch below the absolute limit. The relative limit notices
-    an engine with stale weights, but mismatch also grows with response length and entropy.
-    """
-
-    limit: float  # absolute, `rl.mismatch_limit`
-    factor: float  # `rl.mismatch_factor`; 0: no relative limit
-    # mean absolute differences of the first iterations, at most `FIRST`
-    first: list[float] = field(default_factory=list)
-    warned: bool = False  # True once a mismatch was above the relative limit
-
-    @property
-    def relative(self) -> float:
-        """The relative limit; infinite before the first iteration or without a factor."""
-        if not self.first or not self.factor:
-            return math.inf
-        return max(self.factor * statistics.median(self.first), FLOOR * self.limit)
-
-    def require_within(self, mean_abs: float, iteration: int) -> str:
-        """Check one iteration's mismatch, and record it if it is one of the first.
-
-        Returns a warning the first time that the relative limit is exceeded, else "". Raises
-        TrainingError if the mismatch is above the absolute limit.
-        """
-        relative = self.relative
-        apart = (
-            f"iteration {iteration}: trainer and engine differ by {mean_abs:.3g} nats per token "
-            "(mean absolute log-prob difference)"
-        )
-        if not mean_abs <= self.limit:
-            raise TrainingError(
-                f"{apart}, more than rl.mismatch_limit={self.limit:g}: what is sampled is not what "
-                "is trained",
-                hint="rl.mismatch_limit=<more> accepts the difference",
-            )
-        if len(self.first) < FIRST:
-            self.first.append(mean_abs)
-        if mean_abs <= relative or self.warned:
-            return ""
-        self.warned = True
-        return (
-            f"{apart}, more than {relative:.3g}, which is rl.mismatch_factor={self.factor:g} times "
-            f"the first iterations; rl.correction weighs it until rl.mismatch_limit={self.limit:g} "
-            "ends the run. It grows with length and entropy, or the engine has stale weights"
-        )
-
-
 @dataclass(frozen=True)
 class ExperienceScorer:
     """Measures responses and estimates advantages."""
 
     setup: Setup  # models and settings of the run
-    mismatch_limits: MismatchLimits
     # with `rl.staleness` the servers, which know the mismatch of their version: responses come from
     # an older one, so their difference is not only mismatch
     servers: ServerEngine | None = None
@@ -175,9 +114,14 @@ class ExperienceScorer:
         checked = apart.mean_abs
         if self.servers is not None:  # an older policy may have sampled: more than mismatch
             checked, name = self.servers.mismatch, "off_policy"
-        warning = self.mismatch_limits.require_within(checked, iteration)
-        if warning and self.setup.ranks.first:
-            LOG.warning(warning)
+        limit = self.setup.loop.mismatch_limit
+        if not checked <= limit:
+            raise TrainingError(
+                f"iteration {iteration}: trainer and engine differ by {checked:.3g} nats per token "
+                f"(mean absolute log-prob difference), more than rl.mismatch_limit={limit:g}: what "
+                "is sampled is not what is trained",
+                hint="rl.mismatch_limit=<more> accepts the difference",
+            )
         return {
             "mismatch/mean_abs": checked,
             **{f"{name}/{key}": value for key, value in apart._asdict().items()},

@@ -16,7 +16,7 @@ from tasks.rl.algorithms import Algorithm
 from tasks.rl.experience import Experience
 from tasks.rl.loop import adapted
 from tasks.rl.losses import Totals, policy_loss, value_loss
-from tasks.rl.measure import MismatchLimits, mismatch
+from tasks.rl.measure import mismatch
 from tasks.training.losses import Loss
 from tests.rl.making import KL
 from tests.settings import Loop
@@ -200,19 +200,3 @@ def test_mismatch() -> None:
     for both, whose in (((bad, sampled), "trainer"), ((trained, bad), "engine")):
         with pytest.raises(TrainingError, match=f"2 of 5 .*{whose}"):
             mismatch(*both)
-
-
-HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)
-"""Mismatches of GRPO on the toy, seed 0."""
-
-
-def test_a_drift_below_the_absolute_limit_is_warned_of_once() -> None:
-    run = MismatchLimits(limit=0.1, factor=4.0)
-    for iteration, value in enumerate(HEALTHY, 1):
-        run.require_within(value, iteration)
-    assert run.relative == pytest.approx(4 * 0.0058)
-    assert run.require_within(0.0231, 9) == ""
-    assert run.require_within(0.0233, 9)
-    assert run.require_within(0.0999, 10) == ""
-    with pytest.raises(TrainingError):
-        run.require_within(0.1001, 11)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.rl.loop import CURSOR, MISMATCH
+from tasks.rl.loop import CURSOR
 from tasks.training.engine import checkpoint
 from tasks.training.engine.saving import convert
 from tasks.training.job import Zero
@@ -60,8 +60,6 @@ def test_a_resumed_run_ends_with_identical_weights(finished: Finished) -> None:
     assert len(losses(whole)) == 3
     assert losses(whole) == losses(resumed)
     require_same_bytes(whole, resumed)
-    half_way = checkpoint.open_checkpoint(whole / "checkpoints" / "step-00000002")
-    assert len(half_way.progress.kept[MISMATCH]) == 2, "the usual mismatch of the run so far"
 
 
 def test_learning_rate_0_changes_nothing(finished: Finished) -> None:

@@ -16,9 +16,7 @@ from tests.e2e.tracked import children, client, curve
 
 pytestmark = pytest.mark.slow
 SMALL = ("rl.iterations=3", "rl.eval_prompts=16", "smoke.eval_samples=40")
-EXPERIMENTS = (
-    "grpo", "rloo", "reinforce_pp", "grpo_qlora", "ppo_lora_zero3", "ppo_full",
-)  # fmt: skip
+EXPERIMENTS = ("grpo_qlora", "ppo_lora_zero3", "ppo_full")
 STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
 OF_CRITICS = ("critic", "value_head", "v_head")
 

@@ -35,8 +35,8 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("slots", "prefill"),
-    [([0], False), ([1] * 7, False), ([0] * 259, True), ([0, 0, 1, 1, 1], True), ([-1] * 5, True)],
-    ids=["one token", "decode", "prefill", "two adapters", "none"],
+    [([1] * 7, False), ([0] * 259, True), ([0, 0, 1, 1, 1], True), ([-1] * 5, True)],
+    ids=["decode", "prefill", "two adapters", "none"],
 )
 def test_what_is_added_to_each_token(wrapper: Any, slots: Sequence[int], prefill: bool) -> None:
     """`slots` is each token's adapter as vLLM passes it; -1: none."""

@@ -19,19 +19,16 @@ REQUEST = {"messages": [{"role": "user", "content": "Reverse: ape"}], "max_token
 
 
 @pytest.fixture
-def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tracker]:
+def registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Path], Artifact]]:
+    """Return a function that publishes a model folder as a served artifact, and registers it."""
     import mlflow
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # MLflow sets it, too, and leaves it
     mlflow.set_tracking_uri(uri)
-    yield Tracker(uri, "plumbline", tmp_path / "files", tmp_path / "reports")
-    mlflow.set_tracking_uri(None)
-
-
-@pytest.fixture
-def registered(tracker: Tracker, tmp_path: Path) -> Callable[[Path], Artifact]:
-    """Publish a model folder as a served artifact, and register it."""
+    tracker = Tracker(uri, "plumbline", tmp_path / "files", tmp_path / "reports")
 
     def register(folder: Path) -> Artifact:
         final = tmp_path / "artifacts" / "served" / "key"
@@ -43,7 +40,8 @@ def registered(tracker: Tracker, tmp_path: Path) -> Callable[[Path], Artifact]:
             tracker.register(model)
         return artifact
 
-    return register
+    yield register
+    mlflow.set_tracking_uri(None)
 
 
 def candidate() -> Any:

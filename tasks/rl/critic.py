@@ -82,7 +82,6 @@ def start_critic(
     """Build the critic that section `rl` describes."""
     settings = job.settings
     optim = replace(settings.optim, lr=loop.critic_lr or settings.optim.lr)
-    config = _with_lr(config, optim.lr)
     dtype = DTYPES[settings.dtype]
     if loop.critic == "shared":
         _add_adapter(policy, job)
@@ -140,10 +139,3 @@ def _add_adapter(policy: Any, job: TrainJob) -> None:
     if job.adapter is not None:
         load_into(policy, job.adapter, CRITIC)
     policy.set_adapter(ADAPTER)
-
-
-def _with_lr(config: dict[str, Any], lr: float) -> dict[str, Any]:
-    if "optimizer" not in config:
-        return dict(config)
-    optimizer = config["optimizer"]
-    return {**config, "optimizer": {**optimizer, "params": {**optimizer["params"], "lr": lr}}}

@@ -39,7 +39,6 @@ _CLASS = "ForSequenceClassification"
 class RewardFolder:
     """Facts about a reward model from its folder."""
 
-    path: Path  # the folder
     dtype: str  # torch name of its parameters' dtype
     normalisation: Normalisation  # mean and std of its rewards
     context: int | None  # maximum number of tokens; None if config.json does not say
@@ -75,7 +74,7 @@ class RewardFolder:
             )
         text = config.get("text_config") or config  # nested in multimodal models
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return cls(path, dtype, normalisation, text.get("max_position_embeddings"))
+        return cls(dtype, normalisation, text.get("max_position_embeddings"))
 
 
 def model_digest(folder: Path) -> str:

@@ -3,7 +3,7 @@
     setup, progress = set_up(ranks, job, online, ...)          policy, critic, reference
     with open_engine(job, rollout, ranks, ...) as engine:      vLLM in the rank, or its servers
         engine.sync_weights()                                  and prove it
-        scored = collector.collect(iteration, ...)             sample and score, on all ranks
+        scored, cursor = collector.collect(iteration, ...)     sample and score, on all ranks
         experience = pack_experience(scored)                   all about one iteration, flat tensors
         experience = scorer.measure(experience)                log-probabilities, values
         experience, metrics = scorer.estimate(experience, ...) advantages, returns
@@ -11,8 +11,8 @@
 
 run, setup, loop, update     one training rank, from the models to the artifact
 responses, prompts, collect  prompts to scored responses
-experience, experience_scoring, critic, metrics    what is measured on them
-algorithms                   the table of algorithms; advantages, losses, kl, correction: formulas
+experience, measure, critic, metrics    what is measured on them
+algorithms                   the table of algorithms; advantages, losses: formulas
 rewards, reward_model        functions, endpoints, a reward model, and the sum of all
 environment                  episodes of several turns with the user's environment
 user_code                    a function or class of the user, in a process of its own

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from numpy.typing import NDArray
 from tasks.core.errors import DataError
 from tasks.rl.responses import Prompt
 from tasks.serving.prompts import question_of
-from tasks.training.tokens.data import RowFile
 
 if TYPE_CHECKING:
     from tasks.training.engine.deepspeed_engine import Ranks
@@ -34,51 +34,37 @@ def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tup
             "the tokenizer has no chat template, so no prompt can be rendered",
             hint="data.chat_template=<Jinja file>",
         )
-    rows = RowFile(path)
-    total, world = len(rows), ranks.world_size
-    begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
-    mine = _tokenised([rows[n] for n in range(begin, end)], tokenizer, limit)
-    parts = ranks.all_objects(mine)
-    token_ids = [ids for part, _ in parts for ids in part]
-    problems = [problem for _, part in parts for problem in part]
+    with path.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    begin, end = (len(rows) * part // ranks.world_size for part in (ranks.rank, ranks.rank + 1))
+    parts = ranks.all_objects([_tokenised(row, tokenizer, limit) for row in rows[begin:end]])
+    tokenised = [pair for part in parts for pair in part]
+    problems = [problem for _, problem in tokenised if problem]
     if problems:
-        longest = max(map(len, token_ids))
+        longest = max(len(ids) for ids, _ in tokenised)
         keeps = f"rollout.max_prompt_len={longest} keeps all" if longest > limit else "fix them"
         raise DataError(
-            f"{path.name}: {len(problems)} of {total} prompts cannot be used, first {problems[0]}",
+            f"{path.name}: {len(problems)} of {len(rows)} prompts cannot be used, first "
+            f"{problems[0]}",
             details=problems[:SHOWN],
             hint=f"{keeps}, or remove them from the data",
         )
-    if not total:
+    if not rows:
         raise DataError(f"{path.name} has no prompts", hint="data.path=<file with prompts>")
-    prompts = tuple(Prompt(_flat(rows[n]), ids) for n, ids in enumerate(token_ids))
-    rows.close()
-    return prompts
+    # The user's further columns stand beside `messages` and `id`.
+    flat = ({**row.pop("columns", {}), **row} for row in rows)
+    return tuple(Prompt(row, ids) for row, (ids, _) in zip(flat, tokenised, strict=True))
 
 
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with the user's further columns beside `messages` and `id`."""
-    return {**row.pop("columns", {}), **row}
-
-
-def _tokenised(
-    rows: Sequence[dict[str, Any]], tokenizer: Any, limit: int
-) -> tuple[list[NDArray[np.int32]], list[str]]:
-    """Return the token ids of each row's prompt, and the problems of rows."""
-    token_ids, problems = [], []
-    for row in rows:
-        try:
-            text = render(row, tokenizer)
-        except (TemplateError, KeyError) as error:
-            problems.append(f"{row['id']}: the chat template rejects it: {error}")
-            text = ""
-        ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-        if len(ids) > limit:
-            problems.append(
-                f"{row['id']}: {len(ids)} tokens, more than rollout.max_prompt_len={limit}"
-            )
-        token_ids.append(ids)
-    return token_ids, problems
+def _tokenised(row: Mapping[str, Any], tokenizer: Any, limit: int) -> tuple[NDArray[np.int32], str]:
+    """Return the token ids of a row's prompt, and its problem or ""."""
+    try:
+        text = render(row, tokenizer)
+    except (TemplateError, KeyError) as error:
+        return np.zeros(0, np.int32), f"{row['id']}: the chat template rejects it: {error}"
+    ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    long = f"{row['id']}: {len(ids)} tokens, more than rollout.max_prompt_len={limit}"
+    return ids, long if len(ids) > limit else ""
 
 
 def render(row: Mapping[str, Any], tokenizer: Any) -> str:

@@ -10,6 +10,7 @@ from tasks.core.errors import ArtifactError
 from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.reference.peft_adapters import first_lines, with_adapters
+from tasks.serving.reference.requests import ModelRef
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import PEFT_PREFIX, unwrap, without_wrappers
 from tasks.weights.files.reader import read_header, weight_files
@@ -148,19 +149,33 @@ def _unwrapped(path: Path) -> dict[str, Any] | None:
     return {key.removeprefix(PEFT_PREFIX): tensors[name] for key, name in plain}
 
 
-def placement(path: Path, device: str, *, quantized: bool) -> Any:
-    """Return transformers' `device_map`: one device, or all GPUs of this node for a large model.
+def options(model: ModelRef) -> dict[str, Any]:
+    """Return the options of `from_folder` for a model, with devices and attention that are there.
 
-    Without a device map, transformers puts a model in 4 bits on a GPU if there is one.
+    Devices are one, or all GPUs of this node for a large model. Flash attention needs a GPU and a
+    package, else sdpa takes its place; fingerprints record the implementation.
     """
-    if device == "cpu":
-        return {"": "cpu"} if quantized else None
     import torch
+    from transformers import utils
 
-    files = weight_files(path, "*.safetensors", "*.bin", "*.gguf")
-    needed = sum(file.stat().st_size for file in files) * (FOUR_BITS if quantized else 1.0)
-    free, _ = torch.cuda.mem_get_info(0)
-    return {"": "cuda:0"} if needed <= FILLED * free else "auto"
+    attention, device_map = model.attn_implementation, None
+    if attention.startswith("flash_attention"):
+        is_available = getattr(utils, f"is_{attention.replace('attention', 'attn')}_available")
+        attention = attention if is_available() else "sdpa"
+    if model.device != "cpu" and torch.cuda.is_available():
+        files = weight_files(model.path, "*.safetensors", "*.bin", "*.gguf")
+        needed = sum(file.stat().st_size for file in files) * (
+            FOUR_BITS if model.quantization else 1
+        )
+        device_map = {"": "cuda:0"} if needed <= FILLED * torch.cuda.mem_get_info(0)[0] else "auto"
+    elif model.quantization is not None:  # transformers would put it on a GPU
+        device_map = {"": "cpu"}
+    return {
+        "quantization": model.quantization,
+        "dtype": model.dtype,
+        "attn_implementation": attention,
+        "device_map": device_map,
+    }
 
 
 def widen(model: Any) -> None:
@@ -252,26 +267,6 @@ def _dequantise(layer: Any) -> None:
         return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     setattr(layer, "_old_forward" if hasattr(layer, "_hf_hook") else "forward", forward)
-
-
-def chosen_device(wanted: str | None) -> str:
-    """Return "cuda" if there is a GPU and the CPU is not requested."""
-    import torch
-
-    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-def usable_attention(name: str) -> str:
-    """Return the attention implementation: sdpa in the place of a flash attention that is missing.
-
-    Flash attention needs a GPU and a package. Fingerprints record the implementation.
-    """
-    from transformers import utils
-
-    if not name.startswith("flash_attention"):
-        return name
-    is_available = getattr(utils, f"is_{name.replace('attention', 'attn')}_available")
-    return name if is_available() else "sdpa"
 
 
 def input_device(model: Any) -> Any:

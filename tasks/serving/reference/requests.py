@@ -89,9 +89,10 @@ def rewards(
     model: ModelRef, probes: Tokens, raw: bool, trained_on: Mapping[str, Any] | None = None
 ) -> Scores:
     """Score each probe; the noise is measured where the model was trained on another machine."""
+    from tasks.serving.reference.load import options
     from tasks.serving.reference.rewards import load_rewarder
 
-    rewarder = load_rewarder(**_loading(model))
+    rewarder = load_rewarder(model.path, adapter=model.adapter, **options(model))
     scores = rewarder.scores(probes, raw=raw)
     elsewhere = trained_on is not None and trained_on != rewarder.on
     return Scores(scores, rewarder.noise(probes) if elsewhere else None, rewarder.on)
@@ -144,24 +145,15 @@ def layer_errors(model: ModelRef, quantized: Path, rows: Tokens) -> list[tuple[s
 
 def load(model: ModelRef, *, as_stored: bool = False) -> Any:
     """Load a model; see `load_model`."""
-    from tasks.serving.reference.load import load_model, widen
+    from tasks.serving.reference.load import load_model, options, widen
 
-    loaded = load_model(**_loading(model), weighted=model.weighted, as_stored=as_stored)
+    loaded = load_model(
+        model.path,
+        adapter=model.adapter,
+        weighted=model.weighted,
+        as_stored=as_stored,
+        **options(model),
+    )
     if model.float32:
         widen(loaded)
     return loaded
-
-
-def _loading(model: ModelRef) -> dict[str, Any]:
-    """Return the arguments that load any kind of model."""
-    from tasks.serving.reference.load import chosen_device, placement, usable_attention
-
-    device = chosen_device(model.device)
-    return {
-        "path": model.path,
-        "adapter": model.adapter,
-        "quantization": model.quantization,
-        "dtype": model.dtype,
-        "attn_implementation": usable_attention(model.attn_implementation),
-        "device_map": placement(model.path, device, quantized=model.quantization is not None),
-    }

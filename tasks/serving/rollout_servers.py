@@ -2,7 +2,7 @@
 
     fleet = Fleet(how, sampling, [RemoteServer(url)])      servers elsewhere, and
     fleet.start(places(2, how, ...), logs)                 those that this run starts here
-    fleet.publish("policy-v3", folder)                     on every server
+    fleet.each(lambda server: server.load_adapter(...))    a new policy, on every server
     fleet.generate(bodies, version=3)                      by all servers together
 
 Prompts stand in one queue: a server that is free takes the next, and each is answered once. A
@@ -84,7 +84,10 @@ class RemoteServer:
         self._client = httpx.Client(base_url=self.url, headers=headers, limits=limits)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Unload the adapter, if there is one, and close the connections."""
+        if self.model != self.base and not self.lost:
+            with suppress(PlumblineError):
+                self.unload_adapter(self.model)
         self._client.close()
 
     def problems(self, adapter: bool, max_model_len: int) -> list[str]:
@@ -280,7 +283,6 @@ class Fleet:
     sampling: Sampling  # sampling parameters of responses
     servers: list[RemoteServer] = field(default_factory=list)  # lost ones, too
     started: list[StartedServer] = field(default_factory=list)  # those that this run has started
-    adapter: str = ""  # name of the adapter that the servers have; "" for full weights
 
     def start(self, places: Sequence[Place], logs: Path) -> None:
         """Start a server at each place, and wait until all are ready. Raises TrainingError."""
@@ -304,34 +306,6 @@ class Fleet:
             raise ConfigError(
                 f"rollout servers: {problems[0]}", details=problems, hint=self._command
             )
-
-    def publish(self, name: str, folder: Path) -> None:
-        """Load a policy into every server that is not lost.
-
-        The name of an adapter contains its version; full weights need none. The folder has to stay
-        until the next policy is published. Raises ArtifactError if servers refuse it.
-        """
-        timeout_s = self.how.timeout_s
-        if self.how.adapter_rank is None:
-            self._each(lambda server: server.load_weights(folder, timeout_s))
-        else:
-            self.adapter = name
-            self._each(lambda server: server.load_adapter(name, folder, timeout_s))
-
-    def forget(self, name: str) -> None:
-        """Unload an adapter that is not used any more."""
-        self._each(lambda server: server.unload_adapter(name))
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[NDArray[np.float64]]]:
-        """Return the log-probabilities of sequences by each server, by its address."""
-        return self._each(lambda server: server.score(sequences))
-
-    def sample_each(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int, version: int
-    ) -> dict[str, list[Generated]]:
-        """Return one response to each prompt by each server, by its address."""
-        bodies = [request_body(p, sampling, seed + number) for number, p in enumerate(prompts)]
-        return self._each(lambda server: self.generate(bodies, version, [server]))
 
     def generate(
         self,
@@ -381,17 +355,13 @@ class Fleet:
         return [answers[number] for number in range(len(bodies))]
 
     def close(self) -> None:
-        """Unload the policy from servers of others, and end those of this run."""
-        own = [server.remote for server in self.started]
-        for server in self.servers:
-            if server not in own and self.adapter and not server.lost:
-                with suppress(PlumblineError):
-                    server.unload_adapter(self.adapter)
-            server.close()
+        """End the servers of this run, and leave the others without the policy."""
         for started in self.started:
             started.end()
+        for server in self.servers:
+            server.close()
 
-    def _each(self, work: Callable[[RemoteServer], T]) -> dict[str, T]:
+    def each(self, work: Callable[[RemoteServer], T]) -> dict[str, T]:
         """Return the results of all present servers, asked at the same time, by address.
 
         Raises ArtifactError if servers refuse; details name each. Raises TrainingError if no server

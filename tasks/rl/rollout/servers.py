@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from tasks.core.errors import PlumblineError, TrainingError
@@ -82,7 +82,7 @@ class ServerEngine:
         self.version = 0
         folder = self._folder / f"{self._name}-v{version}"
         self._write(folder if self._ranks.first else None)
-        self._ranks.on_first(lambda: self._fleet.publish(folder.name, folder))
+        self._ranks.on_first(lambda: self._fleet.each(lambda server: self._load(server, folder)))
         self._proof.prove(version, self._policy, self)
         self.version = version
         self._ranks.on_first(lambda: self._forget_all_but(folder))
@@ -108,14 +108,19 @@ class ServerEngine:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
         """Return the log-probabilities of sequences by every server, see `proof.Engines`."""
-        return self._ranks.on_first(lambda: self._fleet.score(sequences))
+        return self._ranks.on_first(
+            lambda: self._fleet.each(lambda server: server.score(sequences))
+        )
 
     def sample_each(
         self, prompts: Sequence[Sequence[int]], limit: int, seed: int
     ) -> dict[str, list[Generated]]:
         """Return every server's response to each prompt, see `proof.Engines`."""
         short = replace(self._sampling, max_new_tokens=limit)
-        return self._ranks.on_first(lambda: self._fleet.sample_each(prompts, short, seed, seed))
+        bodies = [request_body(prompt, short, seed + n) for n, prompt in enumerate(prompts)]
+        return self._ranks.on_first(
+            lambda: self._fleet.each(lambda server: self._fleet.generate(bodies, seed, [server]))
+        )
 
     def start_ahead(self, requests: Sequence[Request]) -> None:
         """Begin to sample responses in the background.
@@ -158,12 +163,19 @@ class ServerEngine:
             self._fleet.start(here, self._policy.job.checkpoints)
         self._fleet.require_able()
 
+    def _load(self, server: RemoteServer, folder: Path) -> None:
+        """Load the policy into a server, which may read the folder until the next one is loaded."""
+        if self._policy.as_adapter:
+            server.load_adapter(folder.name, folder, self._fleet.how.timeout_s)
+        else:
+            server.load_weights(folder, self._fleet.how.timeout_s)
+
     def _forget_all_but(self, current: Path) -> None:
         """Remove earlier versions, which servers may read until they have the current one."""
         for folder in self._folder.iterdir():
             if folder != current:
                 if self._policy.as_adapter:
-                    self._fleet.forget(folder.name)
+                    self._fleet.each(partial(RemoteServer.unload_adapter, name=folder.name))
                 shutil.rmtree(folder, ignore_errors=True)
 
     @property

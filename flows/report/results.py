@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flows.report.collect import MANIFEST, Collected, document, read_lines
-from tasks.serving.text import matches
+from tasks.serving.prompts import matches
 
 RESAMPLES = 10_000
 SEED = 20_261_124

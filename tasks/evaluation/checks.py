@@ -12,7 +12,7 @@ from tasks.core.contract import Check, share_interval
 from tasks.core.errors import ArtifactError
 from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, Fingerprint
 from tasks.drift.verdict import verdict
-from tasks.serving.text import is_degenerate
+from tasks.serving.prompts import is_degenerate
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import weight_files
 from tasks.witness.plumbline_witness.prints import rounding_step

@@ -23,8 +23,7 @@ from tasks.evaluation.serve import Responses
 from tasks.evaluation.smoke import Measured, Tools
 from tasks.process.output import Log
 from tasks.rl.user_code import EVAL, FunctionReference
-from tasks.serving.prompts import Chat, chat, question_of
-from tasks.serving.text import exact_match, is_degenerate, matches
+from tasks.serving.prompts import Chat, chat, exact_match, is_degenerate, matches, question_of
 
 GREEDY, SAMPLED, PAIRS = "generations.jsonl", "drawn.jsonl", "pairs.jsonl"
 CHANCE = 0.5

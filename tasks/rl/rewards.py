@@ -29,7 +29,7 @@ from tasks.process.output import Log
 from tasks.rl.responses import Prompt, Response
 from tasks.rl.settings import Reward
 from tasks.rl.user_code import ENVIRONMENT, FunctionReference, Place, UserCode
-from tasks.serving.text import matches
+from tasks.serving.prompts import matches
 from tasks.training.job import REWARD_URL
 
 if TYPE_CHECKING:

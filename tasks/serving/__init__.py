@@ -11,5 +11,5 @@ vllm             a child for smoke tests, the engine of rollouts, `vllm serve` a
 rollout_servers  vLLM servers for rollouts: started, or elsewhere
 reference        a model by transformers in a child: fingerprints, greedy tokens, rewards
 http_server      a server as a child process; `llama_cpp` makes commands for GGUF files
-prompts, text    conversations to token ids and back; loops and exact match in texts
+prompts          conversations to token ids and back; loops and exact match in texts
 """

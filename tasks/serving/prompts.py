@@ -15,6 +15,13 @@ from typing import Any
 from tasks.core.errors import ArtifactError, ContractError
 
 Chat = Mapping[str, Any]
+MAX_BLOCK = 16
+"""Longest repeated block that is detected, in tokens."""
+
+LOOP_REPEATS = 4
+LOOP_TOKENS = 16
+"""A loop is a block repeated at least LOOP_REPEATS times in a row over at least LOOP_TOKENS tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -121,3 +128,28 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ArtifactError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+
+
+def is_degenerate(tokens: Sequence[int]) -> bool:
+    """Return True if a token sequence loops (see `LOOP_REPEATS`, `LOOP_TOKENS`)."""
+    for block in range(1, MAX_BLOCK + 1):
+        needed = max(LOOP_REPEATS, -(-LOOP_TOKENS // block)) * block - block
+        same = 0
+        for at in range(block, len(tokens)):
+            same = same + 1 if tokens[at] == tokens[at - block] else 0
+            if same >= needed:
+                return True
+    return False
+
+
+def matches(text: str, answer: str) -> bool:
+    """Return True if a text equals the answer, apart from surrounding whitespace."""
+    return text.strip() == answer.strip()
+
+
+def exact_match(texts: Sequence[str], answers: Sequence[str]) -> float:
+    """Return the share of texts that equal their answer, apart from surrounding whitespace."""
+    if not texts:
+        raise ValueError("no text to compare")
+    pairs = list(zip(texts, answers, strict=True))
+    return sum(matches(text, answer) for text, answer in pairs) / len(pairs)

@@ -10,7 +10,7 @@ import pytest
 from tasks.core.errors import ArtifactError
 from tasks.evaluation import checks
 from tasks.evaluation.checks import Agreement, compare_greedy
-from tasks.serving.text import is_degenerate
+from tasks.serving.prompts import is_degenerate
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@
     separate    a model of its own, trained in full or with an adapter like the policy's
 
 Either way the critic is a DeepSpeed engine of its own with its own optimizer. The policy's
-gradient norm, optimizer states, learning rate and trained tensors do not include it. Its own are
-written beside the policy's, in a folder `critic`, which no later stage reads: a value head in a
-served folder breaks vLLM.
+gradient norm, optimizer states, learning rate and trained tensors do not include it. Checkpoints
+have it, the artifact has not: a value head in a served folder breaks vLLM.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from torch import nn
 
 from tasks.rl.settings import Loop
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
-from tasks.training.engine.partitions import PARTITIONS
 from tasks.training.job import Optim, TrainJob
 from tasks.training.model.adapter import ADAPTER, load_into, lora_config
 from tasks.training.model.build import DTYPES, load_model, partitioned
 from tasks.training.model.packed_model import TokenOutputs, model_of
-from tasks.training.outputs import write_json, write_partition_index, write_shards
 from tasks.training.tokens.packing import Row
 
 CRITIC = "critic"
@@ -98,23 +95,6 @@ def start_critic(
     with partitioned(config):
         head = _value_head(model, dtype)
     return Critic(start_engine(ValueModel(trunk, head), config, optim), optim)
-
-
-def describe_critic(critic: Critic, job: TrainJob, loop: Loop, ranks: Ranks) -> None:
-    """Write the critic's description to `job.out / "critic"`, before the first step."""
-    folder = job.out / CRITIC
-    with critic.active() as engine:
-        if ranks.first:
-            folder.mkdir()
-            write_partition_index(job, engine.module, folder / PARTITIONS)
-            kind = {"kind": loop.critic, "base_digest": job.base_digest, "gamma": loop.gamma}
-            write_json(folder / "critic.json", kind)
-
-
-def write_critic(critic: Critic, job: TrainJob, ranks: Ranks) -> None:
-    """Write this rank's shards of the critic. Raises TrainingError if they are not finite."""
-    with critic.active() as engine:
-        write_shards(engine.module, job.out / CRITIC, ranks, what="tensors of the critic")
 
 
 def _value_head(model: Any, dtype: torch.dtype) -> nn.Linear:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from tasks.core.events import emit
 from tasks.rl.collect import Collector
-from tasks.rl.critic import describe_critic, write_critic
 from tasks.rl.environment import EnvironmentProcess, Episodes, ObservationTokens
 from tasks.rl.loop import OnlineTrainer
 from tasks.rl.prompts import load_prompts
@@ -66,7 +65,6 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         engines = [setup.engine]
         if setup.critic is not None:
             engines.append(setup.critic.engine)
-            describe_critic(setup.critic, job, loop, ranks)
         if ranks.first:
             write_model(job, model=setup.engine.module, tokenizer=tokenizer)
         states = TrainerStates(engines, online.rollout.offload_trainer)
@@ -116,8 +114,6 @@ def _write(trainer: OnlineTrainer, after: dict[str, float]) -> None:
     setup, progress = trainer.setup, trainer.progress
     job, ranks, engine = setup.job, setup.ranks, setup.engine
     write_shards(engine.module, job.out, ranks)
-    if setup.critic is not None:
-        write_critic(setup.critic, job, ranks)
     restore_attention(model_of(engine.module), job.settings.attn_implementation)
     examples = Examples.of_texts([scored.response.ids for scored in trainer.eval_responses])
     fingerprint = fingerprint_of(engine, choose_probes(examples, job.settings.probes), ranks.device)

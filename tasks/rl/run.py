@@ -110,7 +110,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
 
 
 def _write(trainer: OnlineTrainer, after: dict[str, float]) -> None:
-    """Write what was trained: shards of policy and critic, metrics and fingerprint."""
+    """Write what was trained: shards of the policy, metrics and fingerprint."""
     setup, progress = trainer.setup, trainer.progress
     job, ranks, engine = setup.job, setup.ranks, setup.engine
     write_shards(engine.module, job.out, ranks)

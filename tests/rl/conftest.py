@@ -1,8 +1,9 @@
-"""Bases, prompts and environments for the tests of rollouts."""
+"""A base for rollouts, and environments in their processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -23,18 +24,13 @@ def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
     """Return a factory that writes a file and opens an environment in it."""
-    processes: list[EnvironmentProcess] = []
+    with ExitStack() as stack:
 
-    def make(text: str, *, timeout_s: float = 60.0) -> EnvironmentProcess:
-        path = tmp_path / "game.py"
-        path.write_text(text)
-        reference = FunctionReference.of(f"{path}:Game", "rl.environment")
-        process = EnvironmentProcess(
-            reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "output.log"
-        )
-        processes.append(process)
-        return process
+        def make(text: str, *, timeout_s: float = 60.0) -> EnvironmentProcess:
+            path, log_path = tmp_path / "game.py", tmp_path / "output.log"
+            path.write_text(text)
+            reference = FunctionReference.of(f"{path}:Game", "rl.environment")
+            process = EnvironmentProcess(reference, timeout_s=timeout_s, log=LOG, log_path=log_path)
+            return stack.enter_context(closing(process))
 
-    yield make
-    for process in processes:
-        process.close()
+        yield make

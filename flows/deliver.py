@@ -4,7 +4,6 @@
     python flows/deliver.py DIR out=DIR plan=true              print what it would do; start nothing
     python flows/deliver.py DIR base=DIR out=DIR smoke.engine=none     the weights alone, fast
     python flows/deliver.py DIR base=DIR out=DIR merge.base=dequantized    a QLoRA adapter
-    python flows/deliver.py DIR base=DIR out=DIR merge.base=compare    measure both; write nothing
     python flows/deliver.py DIR base=DIR out=DIR convert.dtype=float16
     python flows/deliver.py adapters=[DIR:0.7,DIR2:0.3] base=DIR out=DIR   several, weighted
 
@@ -46,4 +45,4 @@ def deliver(overrides: list[str] | None = None, tag: str = "manual") -> dict[str
     Returns:
         The summary, as in `<paths.runs>/latest/summary.json`.
     """
-    return reported(lambda: run_in_prefect(prepare(overrides or []), overrides or []))
+    return reported(lambda: run_in_prefect(*prepare(overrides or []), overrides or []))

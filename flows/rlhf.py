@@ -44,4 +44,4 @@ def rlhf(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, A
     Returns:
         The summary, as in `<paths.runs>/latest/summary.json`.
     """
-    return reported(lambda: run_chain(prepare(overrides or [])))
+    return reported(lambda: run_chain(*prepare(overrides or [])))

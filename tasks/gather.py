@@ -7,18 +7,18 @@ tensor is refused by name.
 
 from __future__ import annotations
 
-import logging
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, TensorLike, judge
-from tasks.drift.fingerprint import EXACT, DriftLimit, Fingerprint, ScorePrint
+from tasks.delivery.plan import TRAINED, HandOffPlan
+from tasks.delivery.source import ADAPTER_CONFIG
+from tasks.delivery.tokens import write_weights_files
+from tasks.drift.fingerprint import EXACT, DriftLimit, ScorePrint
 from tasks.drift.verdict import (
     Moved,
-    engine_verdict,
     limit_of_scores,
     load_print,
     moved,
@@ -26,10 +26,11 @@ from tasks.drift.verdict import (
     same_arithmetic,
     verdict,
 )
-from tasks.evaluation.measuring import Measuring, stage_report
+from tasks.evaluation.measuring import Measuring, against_engine, stage_report
 from tasks.evaluation.model_folder import Trained, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
+from tasks.process.output import Log
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import rename_all
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint
@@ -37,20 +38,14 @@ from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.gather import plan_full
 from tasks.weights.heads import reward_base
 from tasks.weights.lora import adapter_contract
+from tasks.weights.merge import BASE
 from tasks.weights.model import model_facts
 from tasks.weights.perform import Perform, perform
 from tasks.weights.plan import Plan, as_is
 from tasks.weights.shards import read_partitions
 from tasks.weights.write import write
 from tasks.weights.written import gathered
-from tasks.witness.plumbline_witness.prints import BASE as WITHOUT_ADAPTER
-from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
-Log = logging.Logger | logging.LoggerAdapter[Any]
-
-ADAPTER_CONFIG = "adapter_config.json"
-TRAINED, BASE = "trained", "base"
-"""Names of the inputs in plans."""
 SHARD_BYTES = 5 * 10**9
 
 
@@ -66,18 +61,9 @@ def gather(
 ) -> StageReport:
     """Stitch the ranks' partitions into a PEFT adapter or a Hugging Face checkpoint.
 
-    Args:
-        out: empty staging directory.
-        trained: the `shards` artifact.
-        base: the `base` artifact that was trained.
-
-    Returns:
-        Report of kind `adapter` or `weights`. If the contract fails, nothing is written, and the
-        failed checks say why.
-
-    Raises:
-        ArtifactError: partitions that do not make full tensors, another base, a full disk.
-        ContractError: parameters that have no place in the output.
+    If the contract fails, nothing is written, and the failed checks say why. Raises ArtifactError
+    for partitions that do not make full tensors, another base or a full disk, ContractError for
+    parameters that have no place in the output.
     """
     source = Trained.read(trained)
     source.require_base(base)
@@ -113,7 +99,7 @@ def gather(
         dtype=source.dtype,
         attn_implementation=source.attn_implementation,
     )
-    return write_gathered(
+    return _write(
         out,
         plan,
         sources,
@@ -165,21 +151,36 @@ class Live(Measuring):
             limit = EXACT if same else limit_of_scores(live, new, EXACT)
             drift = moved(live, new)
             return drift, (verdict(drift, limit, live.noise if same else None, cause=_CAUSE),)
-        base = out / WITHOUT_ADAPTER if model.adapter else None
-        with tempfile.TemporaryDirectory() as folder:
-            own_path = Path(folder) / FINGERPRINT
-            exact = self.scorer.reference(
-                model, out / FINGERPRINT, like=path, own=own_path, base=base
-            )
-            own = Fingerprint.load(own_path)
-        apart, check = engine_verdict(exact, live, self.limit, own)
+        base = model.adapter is not None
+        own, apart, check = against_engine(self.scorer, model, path, out, self.limit, base=base)
         if not same_arithmetic(live, own):
             return apart, (check,)
         drift = moved(live, own)
         return drift, (verdict(drift, EXACT, live.noise, cause=_CAUSE), check)
 
 
-def write_gathered(
+def gather_foreign(
+    out: Path,
+    *,
+    trained: Path,
+    planned: Callable[[], HandOffPlan],
+    log: Log,
+    base: Path | None = None,
+    **_: Any,
+) -> StageReport:
+    """Gather the partitions of another trainer's ranks, by the plan of a delivery."""
+    work = planned().work
+    plan = work.gather
+    assert plan is not None
+    names = {source.partition(":")[0] for source in plan.dropped}
+    names |= {op.input for op in plan.ops}
+    if work.merge is None:
+        write_weights_files(out, work, base or trained)
+    sources = {name: work.opened[name] for name in names}
+    return _write(out, plan, sources, adapter_config=work.adapter_config, log=log)
+
+
+def _write(
     out: Path,
     plan: Plan,
     sources: Sources,

@@ -58,25 +58,15 @@ def prepare_base(
     log_path: Path,
     log: Log,
     on_event: OnEvent | None = None,
+    # raises ConfigError for a broken base of the Hub, which no preflight has read
     examine: Callable[[Path], Sequence[str]] = lambda _: (),
-    source: Mapping[str, Any] | None = None,
-    **settings: Any,
+    source: Mapping[str, Any] | None = None,  # result of `source_identity`, for the notes
+    **settings: Any,  # section `model`
 ) -> StageReport:
     """Fill `out` with a base model: a Hugging Face folder with safetensors and a tokenizer.
 
-    Args:
-        out: empty directory.
-        log_path: file for the output of pre-training.
-        log: gets warnings.
-        on_event: called with the progress of pre-training.
-        examine: raises ConfigError for a broken base of the Hub, which no preflight has read;
-            returns warnings.
-        source: result of `source_identity`, for the notes.
-        settings: keys of section `model`.
-
-    Raises:
-        ConfigError: unknown kind, or no such model.
-        ArtifactError: a model folder that cannot be used; details name every problem.
+    Raises ConfigError for no such model, ArtifactError, which names every problem, for a folder
+    that cannot be used.
     """
     started, base = time.monotonic(), Model(**settings)
     if base.kind == TOY:
@@ -116,26 +106,16 @@ def prepare_data(
     out: Path,
     *,
     log: Log,
-    rows: str = CONVERSATIONS.name,
-    source: Mapping[str, Any] | None = None,
-    answered: bool = False,
-    model_tokens: Sequence[str] = (),
-    last_answer: bool = False,
-    **section: Any,
+    rows: str = CONVERSATIONS.name,  # kind that the objective trains on: `tasks/data/kinds.py`
+    source: Mapping[str, Any] | None = None,  # result of `source_identity`, for the notes
+    answered: bool = False,  # True if a prompt needs an answer
+    model_tokens: Sequence[str] = (),  # control tokens of the model's tokenizer
+    last_answer: bool = False,  # True if only the last answer of a conversation bears loss
+    **section: Any,  # section `data`
 ) -> StageReport:
     """Fill `out` with `train.jsonl`, `heldout.jsonl` and the counts of all rows.
 
-    Args:
-        out: empty directory.
-        rows: kind of the rows that the objective trains on; see `tasks/data/kinds.py`.
-        source: result of `source_identity`, for the notes.
-        answered: True if a prompt needs an answer.
-        model_tokens: control tokens of the model's tokenizer.
-        last_answer: True if only the last answer of a conversation bears loss.
-        section: keys of section `data`.
-
-    Raises:
-        DataError: unusable rows or files; the error names file and line.
+    Raises DataError, which names file and line, for unusable rows or files.
     """
     data = Data(**section)
     if data.chat_template is not None:
@@ -239,8 +219,7 @@ def _control_tokens_of(model: Mapping[str, Any]) -> tuple[str, ...]:
 def resolve_model(path: str | None, *, revision: str | None = None) -> Path:
     """Return the local folder of a model; a Hugging Face id is downloaded, or read from the cache.
 
-    Raises:
-        ConfigError: there is no such folder, and no such model on the Hub.
+    Raises ConfigError if there is no such folder, and no such model on the Hub.
     """
     if not path:
         raise ConfigError("model=hf needs model.path", hint="model.path=<folder or hub id>")

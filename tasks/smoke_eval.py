@@ -12,30 +12,23 @@ those of transformers; a reward model is compared by its scores. Held-out data s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Z_95, Check
-from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import DriftLimit, ScorePrint, score_drift
-from tasks.drift.verdict import print_in, verdict
+from tasks.drift.verdict import Moved, print_in, verdict
 from tasks.evaluation import checks
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.prompts import PromptKind, read_pairs, read_question
-from tasks.evaluation.responses import (
-    Measure,
-    describe,
-    numbers,
-    read_answers,
-    read_continuations,
-    read_pairs_in_order,
-    read_sampled,
-)
+from tasks.evaluation.responses import Measure, order_of_pairs, read_responses
 from tasks.evaluation.scoring import ModelRef
 from tasks.evaluation.serve import score_with_vllm
-from tasks.evaluation.smoke import ENGINES, Measured, Tools, measure, write_report
+from tasks.evaluation.smoke import Tools, measure
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.serving.reference.rewards import normalised
@@ -71,8 +64,6 @@ def smoke_eval(
     Raises DataError if no held-out row can be used, StageProcessError if the engine did not start
     or crashed, and RewardError if `function` failed.
     """
-    if settings.engine not in ENGINES:
-        raise ConfigError(f"smoke.engine={settings.engine} is none of {', '.join(ENGINES)}")
     strays = checks.stray_weights(served)
     if not strays.ok:
         return StageReport("report", checks=(strays,))
@@ -85,42 +76,31 @@ def smoke_eval(
             pairs = read_pairs(served, data, settings, tools.scorer)
         report = _reward_model(out, strays, model, reference, pairs, settings, profile, tools, log)
         return beside_16_bits(report, max_eval_drop) if quantized else report
-    before = None if base is None else replace(model, path=base)
     question = read_question(
-        prompts, model, before, reference / FINGERPRINT, data, settings, tools.scorer
+        prompts,
+        model,
+        None if base is None else replace(model, path=base),
+        reference / FINGERPRINT,
+        data,
+        settings,
+        tools.scorer,
+        temperature,
     )
-    question = replace(question, temperature=temperature)
     measured = measure(question, settings, profile, tools, log, out)
     verdicts = [strays, *measured.checks, *question.checks]
     metrics: dict[str, float] = {}
-    if prompts != "probes":
-        metrics |= numbers(measured)
-    if prompts == "texts":
-        read_continuations(out, measured, tools.scorer)
-    if prompts == "chat":
-        verdicts += _response_checks(measured, settings)
-        metrics |= read_answers(out, measured, tools, log, function)
-    if temperature is not None:
-        metrics |= read_sampled(out, measured, tools.scorer, reward)
-    log.info(
-        "smoke_eval: %smean KL %.2e in %s",
-        describe(metrics), measured.drift.mean_kl, settings.engine,
-    )  # fmt: skip
-    report = write_report(out, settings, verdicts, metrics, measured.drift, measured.notes)
+    if question.base is not None:
+        metrics = read_responses(out, measured, tools, log, function, reward)
+    if question.rows is not None:
+        before, after = measured.both()
+        if (different := measured.served.rendered_differently) is not None:
+            verdicts.append(checks.template_check(different, len(question.rows)))
+        verdicts.append(checks.stop_check(after.stopped, settings.min_stop_rate))
+        most = settings.max_degenerate_rate
+        verdicts.append(checks.degenerate_check(after.tokens, most, before.tokens))
+    log.info("smoke_eval: mean KL %.2e in %s", measured.drift.mean_kl, settings.engine)
+    report = _report(out, settings, verdicts, metrics, measured.drift, measured.notes)
     return beside_16_bits(report, max_eval_drop) if quantized else report
-
-
-def _response_checks(measured: Measured, settings: Smoke) -> list[Check]:
-    """Check responses to conversations: the engine's rendering, stops and loops."""
-    served, (before, after) = measured.served, measured.both()
-    verdicts = [
-        checks.stop_check(after.stopped, settings.min_stop_rate),
-        checks.degenerate_check(after.tokens, settings.max_degenerate_rate, before.tokens),
-    ]
-    if served.rendered_differently is None:
-        return verdicts
-    total = len(measured.question.prompts.tokens)
-    return [checks.template_check(served.rendered_differently, total), *verdicts]
 
 
 def _reward_model(
@@ -141,10 +121,8 @@ def _reward_model(
     if settings.engine == "transformers":
         scores = tools.scorer.rewards(model, texts, raw=True)
     else:
-        child, log_path = tools.vllm, tools.log_path
-        scores = score_with_vllm(
-            model, texts, settings, child=child, out=out, log=log, log_path=log_path
-        )
+        logs: dict[str, Any] = {"out": out, "log": log, "log_path": tools.log_path}
+        scores = score_with_vllm(model, texts, settings, child=tools.vllm, **logs)
     own, name = scores[:count], "drift of the engine's scores from the trained model's"
     if not pairs:  # the reference of a delivery is normalised by the model's files
         config = model.path / "config.json"
@@ -156,10 +134,31 @@ def _reward_model(
     metrics = {f"reward/{key}": value for key, value in asdict(moved).items()}
     if pairs:
         in_order = list(zip(scores[count::2], scores[count + 1 :: 2], strict=True))
-        metrics |= read_pairs_in_order(out, in_order)
+        metrics |= order_of_pairs(out, in_order)
     check = verdict(moved, profile, name=name)
     log.info("smoke_eval: scores move by %.2e of their spread", moved.mean_difference)
-    return write_report(out, settings, [strays, check], metrics, moved, {})
+    return _report(out, settings, [strays, check], metrics, moved, {})
+
+
+def _report(
+    out: Path,
+    settings: Smoke,
+    verdicts: Sequence[Check],
+    metrics: Mapping[str, float],
+    moved: Moved,
+    causes: Mapping[str, Any],
+) -> StageReport:
+    """Write `report.json` into `out`, and return the report of the stage."""
+    notes = {"engine": settings.engine, "settings": asdict(settings), **causes}
+    document = {
+        "engine": settings.engine,
+        "checks": [check.as_dict() for check in verdicts],
+        "metrics": metrics,
+        "notes": notes,
+        **asdict(moved),
+    }
+    (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    return StageReport("report", tuple(verdicts), metrics, notes, moved)
 
 
 def beside_16_bits(report: StageReport, most: float | None) -> StageReport:

@@ -49,27 +49,18 @@ def train(
     rollout: Path | None = None,
     adapter: Path | None = None,
     max_truncated: float = 0.2,
-    reward_url: str | None = None,
+    reward_url: str | None = None,  # with its login and tokens, which `settings` lacks
     log: Log,
     log_path: Path,
-    resume: str = "auto",
-    leader: Leader | None = None,
+    resume: str = "auto",  # see `engine.checkpoint.choose`
+    leader: Leader | None = None,  # asks the other nodes for their ranks; None on one node
+    # gets each event of the ranks; first those of an interrupted run, as `replayed`
     on_event: OnEvent | None = None,
 ) -> StageReport:
-    """Train a model; every rank writes its partitions to `out`.
+    """Train a model; every rank writes its partitions to `out`. Other arguments: see `TrainJob`.
 
-    Arguments not named here are those of `TrainJob`. Problems of settings are ConfigError, of
-    samples DataError, of the run itself TrainingError; StageProcessError if a rank died.
-
-    Args:
-        out: existing empty directory for the `shards` artifact.
-        reward_url: `reward.url` with its login and tokens, which `settings` lacks.
-        log: gets the ranks' output.
-        log_path: file for the ranks' whole output.
-        resume: `train.resume`, see `engine.checkpoint.choose`.
-        leader: asks the other nodes for their ranks; None for a run on one node.
-        on_event: called with each event of the ranks; first with those of an interrupted run up to
-            its checkpoint, as `replayed`.
+    Problems of settings are ConfigError, of samples DataError, of the run itself TrainingError;
+    StageProcessError if a rank died.
     """
     if settings.peft.kind == "qlora" and (lost := lost_in_4_bits(read_checkpoint(base))):
         # The preflight refuses this for a folder; a base from the Hub was downloaded after it.

@@ -2,6 +2,7 @@
 
 run_chain     the flow: compose, check, run; `register` applies the gate and registers
 steps         setting `steps`: the models that are trained one after the other
-chain         the stages of one model; `stages` declares them, `train` prepares one
+chain         the stages of one model; `train` prepares one of them
+handoff       the stages after training, which `deliver` runs, too
 dry_run       reports what a run would do, for a plan
 """

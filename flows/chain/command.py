@@ -50,10 +50,9 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     with hold(composed.runs, patience):
 
         def body() -> dict[str, Any]:
-            from flows.chain.run_chain import Prepared, run_chain
+            from flows.chain.run_chain import run_chain
 
-            typed = without_passwords(overrides)
-            return run_chain(Prepared(composed, steps, typed), checked=True)
+            return run_chain(composed, steps, without_passwords(overrides), checked=True)
 
         return exit_status(start("flows.rlhf:rlhf", composed, overrides, body), composed.runs)
 

@@ -1,6 +1,6 @@
 """Run a training flow: compose, check, run the steps of the chain, apply the gate, register.
 
-The command and a Prefect worker call `run_chain(prepare(overrides))`.
+The command and a Prefect worker call `run_chain(*prepare(overrides))`.
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
 
-from flows.chain.chain import Chain
-from flows.chain.context import Delivered
+from flows.chain.chain import Chain, Delivered
 from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.composed import Composed
@@ -34,27 +32,22 @@ from tasks.register import Registry
 from tasks.serving.vllm.job import VllmChild
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A composed run: its configuration, its steps, and what was typed, without passwords."""
+def prepare(overrides: list[str]) -> tuple[Composed, list[Step], list[str]]:
+    """Compose the configuration of a run and of its steps. Raises ConfigError.
 
-    composed: Composed
-    steps: list[Step]
-    overrides: list[str]
-
-
-def prepare(overrides: list[str]) -> Prepared:
-    """Compose the configuration of a run and of its steps. Raises ConfigError."""
+    Returns the arguments of `run_chain`; the last is what was typed, without passwords.
+    """
     composed = compose(overrides)
-    return Prepared(composed, chain_steps(composed, overrides), without_passwords(overrides))
+    return composed, chain_steps(composed, overrides), without_passwords(overrides)
 
 
-def run_chain(prepared: Prepared, *, checked: bool = False) -> dict[str, Any]:
+def run_chain(
+    composed: Composed, steps: list[Step], overrides: list[str], *, checked: bool = False
+) -> dict[str, Any]:
     """Run all steps to the end, and return the summary; with `plan=true` only log the plan.
 
     Raises PlumblineError, which the summary has, too, unless nothing was started.
     """
-    composed, steps, overrides = prepared.composed, prepared.steps, prepared.overrides
     if composed.settings["plan"]:
         text = render(steps)
         get_run_logger().info("%s", text)

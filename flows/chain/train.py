@@ -5,38 +5,77 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
-from flows.chain.context import ChainRun
-from flows.chain.stages import REINFORCE, ROLLOUT_BASE, TRAIN
+from flows.chain.handoff import REINFORCE, ROLLOUT_BASE, TRAIN, StageRunner
 from flows.orchestration.progress import progress
 from tasks.config.after_training import Smoke
 from tasks.core.redaction import redact_url
 from tasks.data.kinds import PROMPTS, names_texts
+from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageRecord
 from tasks.pipeline.stage import plain
+from tasks.process.multinode import Leader
 from tasks.rl.rewards import sources_digest
 from tasks.rollout_base import rollout_base
+from tasks.serving.vllm.job import VllmChild
 from tasks.train import train
 from tasks.training.job import Settings
 from tasks.training.tokens.truncation import refuse_truncated
 
 
-def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
-    """Train a base on data. Returns the `shards` artifact."""
-    settings = resolved(run.settings)
-    inputs, config = {"base": base, "data": data}, {"settings": settings}
-    if run.continued is not None:
-        inputs["adapter"] = run.continued
-    stage = TRAIN
+def train_stage(
+    section: Mapping[str, Any],
+    mechanism: StageRunner,
+    scorer: ReferenceScorer,
+    vllm: VllmChild,
+    *,
+    inputs: dict[str, Artifact],
+    reward: Artifact | None,
+    leader: Leader | None,
+) -> Artifact:
+    """Train a base on data (`inputs`), perhaps an adapter further. Returns the `shards` artifact.
+
+    `section` has the settings of the step; `reward` is the reward model of an earlier one.
+    """
+    settings, stage, base = resolved(section), TRAIN, inputs["base"]
     if settings.online:
-        stage, inputs = REINFORCE, {**inputs, **_online_inputs(run, base, settings)}
+        stage = REINFORCE
+        inputs |= {"reward": reward} if reward is not None else {}
+        quantization = settings.peft.quantization(settings.dtype)
+        if quantization is not None:
+            inputs["rollout"] = mechanism.run(
+                ROLLOUT_BASE,
+                rollout_base,
+                inputs={"base": base},
+                config={"quantization": quantization, "dtype": settings.dtype},
+                context={"perform": scorer.perform},
+            ).artifact
+    config = {"settings": settings}
     # One folder per result, so that the next run finds the checkpoints of an interrupted one.
-    key = stage.key(plain(config), inputs)
-    checkpoints = run.mechanism.store.parent / "checkpoints" / key
-    result = run.mechanism.run(
+    checkpoints = mechanism.store.parent / "checkpoints" / stage.key(plain(config), inputs)
+    smoke, logs = Smoke(**section["smoke"]), mechanism.logs
+
+    @contextlib.contextmanager
+    def observe(record: StageRecord, log: Any) -> Iterator[Callable[[Any], None]]:
+        """Show progress, and let the next children import their libraries meanwhile.
+
+        The scorer imports while the ranks train, and vLLM while weights are gathered and merged: it
+        takes a core for longer.
+        """
+        with progress(record, log) as shown:
+
+            def on_event(event: dict[str, Any]) -> None:
+                if event["event"] == "plan":
+                    scorer.warm()
+                if event["event"] == "done" and smoke.engine == "vllm":
+                    vllm.warm(smoke, log=log, log_path=logs / "smoke_eval.log")
+                shown(event)
+
+            yield on_event
+
+    result = mechanism.run(
         stage,
         train,
         inputs=inputs,
@@ -44,17 +83,17 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
         context={
             "base_digest": base.digest,
             "checkpoints": checkpoints,
-            "resume": run.settings["train"]["resume"],
-            "max_truncated": run.settings["data"]["max_truncated"],
-            "reward_url": run.settings["reward"]["url"],
-            "log_path": run.log_path("train"),
-            "leader": run.leader,
+            "resume": section["train"]["resume"],
+            "max_truncated": section["data"]["max_truncated"],
+            "reward_url": section["reward"]["url"],
+            "log_path": logs / "train.log",
+            "leader": leader,
         },
-        observe=partial(_observe, run),
+        observe=observe,
     )
     if result.artifact.digest:
-        refuse_cut_rows(run.settings, result.artifact)
-    if not result.reused and not run.settings["train"]["keep_ckpts"]:
+        refuse_cut_rows(section, result.artifact)
+    if not result.reused and not section["train"]["keep_ckpts"]:
         # Checkpoints only serve an interrupted run, and this result is published. A plan, which
         # comes before every run, trains nothing: those of an interrupted run are still needed.
         shutil.rmtree(checkpoints, ignore_errors=True)
@@ -75,41 +114,6 @@ def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:
             most=settings["data"]["max_truncated"],
             texts=names_texts(settings["data"]),
         )
-
-
-def _online_inputs(run: ChainRun, base: Artifact, settings: Settings) -> dict[str, Artifact]:
-    """Return the further inputs of online training: reward model and rollout weights."""
-    inputs = {} if run.reward is None else {"reward": run.reward}
-    quantization = settings.peft.quantization(settings.dtype)
-    if quantization is not None:
-        inputs["rollout"] = run.mechanism.run(
-            ROLLOUT_BASE,
-            rollout_base,
-            inputs={"base": base},
-            config={"quantization": quantization, "dtype": settings.dtype},
-            context={"perform": run.scorer.perform},
-        ).artifact
-    return inputs
-
-
-@contextlib.contextmanager
-def _observe(run: ChainRun, record: StageRecord, log: Any) -> Iterator[Callable[[Any], None]]:
-    """Show progress, and let the next children import their libraries.
-
-    The scorer imports while the ranks train, and vLLM while weights are gathered and merged: it
-    takes a core for longer.
-    """
-    smoke = Smoke(**run.settings["smoke"])
-    with progress(record, log) as shown:
-
-        def on_event(event: dict[str, Any]) -> None:
-            if event["event"] == "plan":
-                run.scorer.warm()
-            if event["event"] == "done" and smoke.engine == "vllm":
-                run.vllm.warm(smoke, log=log, log_path=run.log_path("smoke_eval"))
-            shown(event)
-
-        yield on_event
 
 
 def resolved(settings: Mapping[str, Any]) -> Settings:

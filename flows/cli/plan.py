@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flows.chain.chain import Chain
-from flows.chain.context import Delivered
+from flows.chain.chain import Chain, Delivered
 from flows.chain.dry_run import DryRun
 from flows.chain.steps import Step
 from flows.chain.train import resolved

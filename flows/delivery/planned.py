@@ -1,7 +1,7 @@
 """Plan a delivery: read SOURCE and base, decide, and refuse what cannot work. Writes nothing.
 
 delivery = prepare_delivery(composed)
-print(*delivery.lines(), *delivery.plan_lines(), sep="\\n")
+print(delivery.text(states))
 DeliveryStages(delivery, mechanism, scorer).to_served()      # stages.py
 """
 
@@ -24,10 +24,9 @@ from tasks.config.checks.release import (
     reachable,
 )
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
-from tasks.core.terminal import typed
+from tasks.core.terminal import plain, typed
 from tasks.delivery import examination
 from tasks.delivery.base import (
-    COMPARE,
     BaseChoice,
     attention_of,
     base_mismatch_of,
@@ -38,18 +37,25 @@ from tasks.delivery.base import (
     undecided,
     value_findings,
 )
-from tasks.delivery.folders import out_findings, put
-from tasks.delivery.plan import Request, Target, Work, describe_plan, megabytes, prepare
+from tasks.delivery.folders import put, require_free
+from tasks.delivery.plan import (
+    HandOffPlan,
+    Request,
+    Target,
+    Work,
+    describe_plan,
+    megabytes,
+    prepare,
+)
 from tasks.delivery.reference import PROBE_TOKENS, SHORTEST
-from tasks.delivery.source import Given, Weighted, given_adapters, weights_of
-from tasks.delivery.stages import Tokens, find_tokens, side_findings
+from tasks.delivery.source import Checkpoint, Weighted, read_sources, weights_of
+from tasks.delivery.tokens import Tokens, find_tokens
 from tasks.drift.witness import Witness, find_witness
 from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult
 from tasks.serving.vllm.job import HEADROOM
 from tasks.weights.files.dtypes import check_dtype
 from tasks.weights.files.folder import require_own_files
-from tasks.weights.perform import perform
 from tasks.weights.quantized.quantize import GGUF
 from tasks.weights.write import parse_size, require_space
 
@@ -62,9 +68,8 @@ _NOT_COMPARED = (
 class Delivery:
     """A planned and checked delivery."""
 
-    settings: dict[str, Any]
-    runs: Path  # `paths.runs`
-    given: Given  # SOURCE, or the first of several adapters
+    composed: Composed
+    checkpoint: Checkpoint  # SOURCE, or the first of several adapters
     adapters: tuple[Weighted, ...]  # with their weights; empty if SOURCE is no adapter
     base: Path | None  # None if none is needed
     out: Path
@@ -76,6 +81,15 @@ class Delivery:
     warnings: tuple[str, ...] = ()  # facts that could not be checked
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration."""
+        return self.composed.settings
+
+    def planned(self) -> HandOffPlan:
+        """Return what the stages need beside their inputs."""
+        return HandOffPlan(self.work, self.tokens, self.choice)
+
+    @property
     def engine(self) -> str | None:
         """Engine that serves the model for the smoke test; None for no smoke test."""
         name = self.settings["smoke"]["engine"]
@@ -84,7 +98,7 @@ class Delivery:
     @property
     def store(self) -> Path:
         """Folder of the published artifacts."""
-        return self.runs / "artifacts"
+        return self.composed.runs / "artifacts"
 
     @property
     def dtype(self) -> str:
@@ -103,30 +117,37 @@ class Delivery:
     @cached_property
     def witness(self) -> Witness | None:
         """Record of the live model in SOURCE; of several adapters none describes the result."""
-        return find_witness(self.given.root) if len(self.adapters) <= 1 else None
+        return find_witness(self.checkpoint.root) if len(self.adapters) <= 1 else None
 
     @property
     def inputs(self) -> list[Path]:
         """Folders whose files become part of the served model."""
-        adapters = [adapter.given.root for adapter in self.adapters]
-        roots = [self.given.root, *adapters, self.tokens.folder]
+        adapters = [adapter.checkpoint.root for adapter in self.adapters]
+        roots = [self.checkpoint.root, *adapters, self.tokens.folder]
         return [*roots, *([self.base] if self.base is not None else [])]
 
     def put(self, served: StageResult, results: Sequence[StageResult], command: str) -> None:
         """Place the served artifact at OUT, with a model card."""
-        root = self.given.root
+        root = self.checkpoint.root
         text = delivery_card(results, served.artifact, root, self.base, command)
         put(served.artifact, self.out, text)
         for result in results:  # hard links changed ctimes
             remember(result.artifact, self.store / ".seen")
 
-    def lines(self) -> Iterator[str]:
+    def text(self, states: Sequence[tuple[str, str]]) -> str:
+        """Return the plan for the terminal; `states` are those of the stages, in order."""
+        stages = [f"  {name:<11} {state}" for name, state in states]
+        runs = f"runs: {self.composed.runs}"
+        lines = [*self._lines(), runs, "stages:", *stages, "weights:", *self._plan_lines()]
+        return plain("\n".join(lines))
+
+    def _lines(self) -> Iterator[str]:
         """Yield the plan's lines about SOURCE, base, OUT and the choices that were made."""
         weights = weights_of(self.adapters).values()
         for adapter, weight in zip(self.adapters, weights, strict=False):
-            yield f"adapter: {weight:g} x {adapter.given.line()}"
+            yield f"adapter: {weight:g} x {adapter.checkpoint.line()}"
         if not weights:
-            yield f"source: {self.given.line()}"
+            yield f"source: {self.checkpoint.line()}"
         if (witness := self.witness) is not None:
             yield f"witness: {witness.line()}"
         if self.base is not None:
@@ -143,7 +164,7 @@ class Delivery:
         yield from examination.lines(self.reports)
         yield from (f"warning: {warning}" for warning in self.warnings)
 
-    def plan_lines(self) -> Iterator[str]:
+    def _plan_lines(self) -> Iterator[str]:
         """Yield a short line about the plan of each stage that writes weights."""
         for name, plan in (("gather", self.work.gather), ("merge", self.work.merge)):
             if plan is not None:
@@ -177,16 +198,16 @@ def _prepare(composed: Composed) -> Delivery:
         ]
     )
     target = Target(check_dtype(convert["dtype"]), parse_size(convert["max_shard_size"]))
-    given, adapters = given_adapters(settings["source"], settings["adapters"])
-    sources = [adapter.given for adapter in adapters] or [given]
-    base, check_base = find_base(given, settings["base"], store), bool(settings["check_base"])
+    checkpoint, adapters = read_sources(settings["source"], settings["adapters"])
+    sources = [adapter.checkpoint for adapter in adapters] or [checkpoint]
+    base, check_base = find_base(checkpoint, settings["base"], store), bool(settings["check_base"])
     if base is not None:
         require_own_files(base)
         if check_base:
             examination.require_base(base, whole=not settings["plan"])
     reports = examination.examine(
         [source.root for source in sources],
-        base if given.kind != "model" else None,
+        base if checkpoint.kind != "model" else None,
         check_base=check_base,
     )
     warnings: list[str] = []
@@ -194,46 +215,45 @@ def _prepare(composed: Composed) -> Delivery:
         warnings += _check_base(source, base, store, check_base=check_base)
     out = _folder(settings["out"])
     inputs = [*(source.root for source in sources), *([base] if base is not None else [])]
-    if findings := list(out_findings(out, inputs=inputs, expected=None, overwrite=True)):
-        raise ConfigError(first_and_more(findings), details=findings, hint="out=<another folder>")
+    require_free(out, inputs)
     choice = _choose_base(sources, base, settings["merge"], store)
     config = settings["adapter_config"]
     request = Request(
-        given,
-        base,
-        target,
-        choice.quantization,
-        _folder(config) if config else None,
-        perform,
-        tuple(adapters),
-        settings["merge"]["rounding"],
+        checkpoint=checkpoint,
+        base=base,
+        target=target,
+        quantization=choice.quantization,
+        adapter_config=_folder(config) if config else None,
+        adapters=tuple(adapters),
+        rounding=settings["merge"]["rounding"],
     )
     work = prepare(request)
     refused = quantizing(convert, work.config, is_reward=work.is_reward, engine=smoke["engine"])
     preflight(list(refused))
     if work.merge is None:
         choice = BaseChoice("")
-    elif not choice.mode and settings["merge"]["base"] != COMPARE:
-        raise undecided(given, choice)  # a DeepSpeed checkpoint that turned out to be an adapter
+    elif not choice.mode:
+        raise undecided(
+            checkpoint, choice
+        )  # a DeepSpeed checkpoint that turned out to be an adapter
     folders = [folder for source in sources for folder in _token_folders(source)]
     tokens = find_tokens([*folders, *([base] if base is not None else [])])
-    if findings := list(side_findings(work, tokens)):
+    if findings := list(tokens.findings(work)):
         raise ConfigError(
             f"tokenizer and model do not fit: {first_and_more(findings)}",
             details=findings,
             hint="put the tokenizer that belongs to the model into SOURCE's folder",
         )
     warnings += examination.require_own_ids(tokens.folder)
-    attention, unable = attention_of(given, store)
+    attention, unable = attention_of(checkpoint, store)
     if measured:
         _require_measurable(work, smoke["engine"])
         warnings += [unable] if unable else []
     for folder in {_existing(composed.runs), _existing(out)}:
         require_space(folder, work.model.nbytes)
     return Delivery(
-        settings,
-        composed.runs,
-        given,
+        composed,
+        checkpoint,
         tuple(adapters),
         None if work.converts else base,  # convert alone needs the base only for its tokenizer
         out,
@@ -257,31 +277,33 @@ def _require_measurable(work: Work, engine: str) -> None:
         )
 
 
-def _check_base(given: Given, base: Path | None, store: Path, *, check_base: bool) -> list[str]:
+def _check_base(
+    checkpoint: Checkpoint, base: Path | None, store: Path, *, check_base: bool
+) -> list[str]:
     """Raise ConfigError for a base that SOURCE was not trained on. Returns warnings.
 
     With `check_base=false` the reasons for a refusal are returned as warnings.
     """
     if base is None:
-        if given.kind == "adapter":
-            raise base_missing(given)
-        return [_NOT_COMPARED] if given.kind == "model" else []
-    if given.kind == "model" and check_base and equals_base(given, base):
+        if checkpoint.kind == "adapter":
+            raise base_missing(checkpoint)
+        return [_NOT_COMPARED] if checkpoint.kind == "model" else []
+    if checkpoint.kind == "model" and check_base and equals_base(checkpoint, base):
         raise ConfigError(
-            f"source={given.root}: every tensor is that of base={base}, bit for bit: nothing was "
-            "merged into it",
+            f"source={checkpoint.root}: every tensor is that of base={base}, bit for bit: nothing "
+            "was merged into it",
             # where verl's merger leaves an adapter
             details=[
                 f"an adapter lies in {path.parent}"
-                for path in sorted(given.root.glob("*/adapter_config.json"))
+                for path in sorted(checkpoint.root.glob("*/adapter_config.json"))
             ],
             hint=f"source=<the adapter> {typed('base', base)}; check_base=false delivers it all "
             "the same",
         )
-    wrong = base_mismatch_of(given, base, store)
+    wrong = base_mismatch_of(checkpoint, base, store)
     findings = [wrong] if wrong else []
-    if given.kind == "model":
-        findings += value_findings(given, base)
+    if checkpoint.kind == "model":
+        findings += value_findings(checkpoint, base)
     if findings and check_base:
         raise ConfigError(
             f"wrong base: {first_and_more(findings)}",
@@ -292,12 +314,12 @@ def _check_base(given: Given, base: Path | None, store: Path, *, check_base: boo
 
 
 def _choose_base(
-    sources: list[Given], base: Path | None, merge: Mapping[str, Any], store: Path
+    sources: list[Checkpoint], base: Path | None, merge: Mapping[str, Any], store: Path
 ) -> BaseChoice:
     """Choose the base to merge into, the same for all adapters. Raises ConfigError."""
     choices = [choose_base(source, base, merge, store) for source in sources]
     for source, choice in zip(sources, choices, strict=True):
-        if source.kind == "adapter" and not choice.mode and merge["base"] != COMPARE:
+        if source.kind == "adapter" and not choice.mode:
             raise undecided(source, choice)
     first = choices[0]
     if any((each.mode, each.quantization) != (first.mode, first.quantization) for each in choices):
@@ -313,11 +335,11 @@ def _choose_base(
     return first
 
 
-def _token_folders(given: Given) -> list[Path]:
+def _token_folders(checkpoint: Checkpoint) -> list[Path]:
     """Return the folders that may hold a tokenizer, the best one first."""
-    inside = [given.root / "tokenizer"] if given.kind == "shards" else []
-    above = [given.root.parent] if given.kind in ("deepspeed", "distributed") else []
-    return [*inside, given.root, *above]
+    inside = [checkpoint.root / "tokenizer"] if checkpoint.kind == "shards" else []
+    above = [checkpoint.root.parent] if checkpoint.kind in ("deepspeed", "distributed") else []
+    return [*inside, checkpoint.root, *above]
 
 
 def _folder(text: str) -> Path:

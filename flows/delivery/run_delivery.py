@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from flows.chain.dry_run import DryRun
@@ -31,16 +29,10 @@ from flows.orchestration.flow_run import (
     in_this_process,
     tracker_of,
 )
-from tasks.core.errors import ConfigError
 from tasks.core.redaction import without_passwords
-from tasks.core.terminal import plain, to_stderr
+from tasks.core.terminal import to_stderr
 from tasks.delivery import examination
-from tasks.delivery.base import COMPARE
-from tasks.delivery.comparing import compare_bases
-from tasks.delivery.folders import out_findings, require_intact
-from tasks.delivery.reference import encode_probes, probe_texts
-from tasks.delivery.source import role, weights_of
-from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.delivery.folders import require_intact, require_same
 from tasks.pipeline.artifact import Artifact, Origin
 from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.report import FlowTracker, StageRecord
@@ -55,24 +47,19 @@ def main() -> int:
 def _job(composed: Composed, overrides: list[str]) -> int:
     """Plan and run one delivery. Whatever can be refused is refused before anything is written."""
     bootstrap(PROJECT, composed.runs)
-    if composed.settings["merge"]["base"] == COMPARE:
-        compare(composed, _log())
-        return 0
-    planned = plan(composed)
-    print(planned.text(), flush=True)
+    delivery, text = plan(composed)
+    print(text, flush=True)
     if composed.settings["plan"]:
         return 0
     patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
     with hold(composed.runs, patience):
-        if planned.delivery.engine is None:
-            typed = without_passwords(overrides)
-            summary = direct(planned, _log(), uuid.uuid4().hex, typed)
+        typed = without_passwords(overrides)
+        if delivery.engine is None:
+            summary = direct(delivery, _log(), uuid.uuid4().hex, typed)
             return completed(composed.runs, summary)
         from flows.orchestration.flow_body import start
 
-        def body() -> dict[str, Any]:
-            return run_in_prefect(planned, without_passwords(overrides))
-
+        body = partial(run_in_prefect, delivery, text, typed)
         state = start("flows.deliver:deliver", composed, overrides, body)
         return exit_status(state, composed.runs)
 
@@ -89,141 +76,64 @@ def _log() -> logging.Logger:
     return log
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A planned delivery and the state of its stages."""
-
-    composed: Composed  # the configuration
-    delivery: Delivery  # the planned delivery
-    forecast: tuple[tuple[str, str], ...]  # (stage, "to run: key" or "up to date: key"), in order
-
-    def text(self) -> str:
-        """Return the plan as text for the terminal."""
-        lines = [
-            *self.delivery.lines(),
-            f"runs: {self.composed.runs}",
-            "stages:",
-            *(f"  {name:<11} {state}" for name, state in self.forecast),
-            "weights:",
-            *self.delivery.plan_lines(),
-        ]
-        return plain("\n".join(lines))
-
-
-def plan(composed: Composed) -> Planned:
-    """Read SOURCE and base, plan and check. Writes nothing."""
+def plan(composed: Composed) -> tuple[Delivery, str]:
+    """Read SOURCE and base, plan and check. Writes nothing. Returns the delivery and its text."""
     delivery = prepare_delivery(composed)
     dry_run = DryRun(delivery.store, frozenset(composed.settings["force"]))
     scorer = None if delivery.engine is None else dry_run.scorer
     served = DeliveryStages(delivery, dry_run, scorer).to_served().artifact
-    overwrite = bool(composed.settings["overwrite"])
-    findings = list(
-        out_findings(delivery.out, inputs=[], expected=served.digest or None, overwrite=overwrite)
-    )
-    if findings:
-        raise ConfigError(findings[0], hint="out=<another folder>, or overwrite=true")
-    return Planned(composed, delivery, tuple(dry_run.states))
+    if not composed.settings["overwrite"]:
+        require_same(delivery.out, served.digest)
+    return delivery, delivery.text(dry_run.states)
 
 
-def compare(composed: Composed, log: Any) -> None:
-    """Print the difference of the two merges of an adapter (`merge.base=compare`).
-
-    Raises:
-        ConfigError: SOURCE is no adapter, or the base has one precision only.
-    """
-    delivery = prepare_delivery(composed)
-    choice, smoke = delivery.choice, composed.settings["smoke"]
-    if delivery.given.kind != "adapter" or choice.quantization is None or delivery.base is None:
-        raise ConfigError(
-            f"merge.base=compare: {choice.reason or 'SOURCE is no adapter folder'}: there is "
-            "nothing to compare",
-            hint="leave merge.base out",
-        )
-    for line in (f"source: {delivery.given.line()}", f"base: {delivery.base}"):
-        print(plain(line))
-    for record in choice.evidence:
-        print(plain(f"trained on the base {record.precision.value} ({record})"))
-    factors = weights_of(delivery.adapters)
-    roots = {role(index): each.given.root for index, each in enumerate(delivery.adapters)}
-    model = ModelRef(
-        delivery.base,
-        delivery.given.root,
-        dtype=delivery.dtype,
-        attn_implementation=delivery.attention,
-        weighted={str(roots[name]): weight for name, weight in factors.items()} or None,
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ReferenceScorer(log=log, log_path=Path(folder) / "log", threads=smoke["threads"]) as scorer,
-    ):
-        texts = probe_texts(smoke["texts"], smoke["probes"])
-        lines = compare_bases(
-            model,
-            choice.quantization,
-            encode_probes(scorer, delivery.tokens.folder, texts, delivery.probe_tokens),
-            scorer=scorer,
-            is_reward=delivery.work.is_reward,
-            trained=smoke["texts"] is not None,
-        )
-        print(*map(plain, lines), sep="\n", flush=True)
-
-
-def prepare(overrides: list[str]) -> Planned:
+def prepare(overrides: list[str]) -> tuple[Delivery, str]:
     """Compose the configuration of a delivery, and plan it."""
     return plan(compose_config(overrides, config_name="deliver"))
 
 
-def run_in_prefect(planned: Planned, overrides: list[str]) -> dict[str, Any]:
+def run_in_prefect(delivery: Delivery, text: str, overrides: list[str]) -> dict[str, Any]:
     """Run a delivery within a Prefect flow run. Returns the summary."""
-    composed = planned.composed
     from prefect import get_run_logger
 
     from flows.orchestration.prefect_tasks import in_prefect
 
-    composed = planned.composed
-    if composed.settings["plan"]:
-        text = planned.text()
+    if delivery.settings["plan"]:
         get_run_logger().info("%s", text)
         return {"status": "planned", "plan": text}
-    with in_prefect("deliver", composed) as host:
-        return _run(planned, host, tracker_of(composed), overrides)
+    with in_prefect("deliver", delivery.composed) as host:
+        return _run(delivery, host, tracker_of(delivery.composed), overrides)
 
 
 def direct(
-    planned: Planned, log: Any, run_id: str, overrides: Sequence[str] = ()
+    delivery: Delivery, log: Any, run_id: str, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Run a delivery without Prefect, and without MLflow unless `tracking.uri` names a server."""
-    tracked = planned.composed.settings["tracking"]["uri"]
-    tracker = tracker_of(planned.composed) if tracked else Untracked()
-    patience = Patience(planned.composed.settings["paths"]["wait_s"], log.info)
-    return _run(planned, in_this_process(run_id, log, patience), tracker, overrides)
+    tracked = delivery.settings["tracking"]["uri"]
+    tracker = tracker_of(delivery.composed) if tracked else Untracked()
+    patience = Patience(delivery.settings["paths"]["wait_s"], log.info)
+    return _run(delivery, in_this_process(run_id, log, patience), tracker, overrides)
 
 
 def _run(
-    planned: Planned, host: Host, tracker: FlowTracker, overrides: Sequence[str]
+    delivery: Delivery, host: Host, tracker: FlowTracker, overrides: Sequence[str]
 ) -> dict[str, Any]:
-    delivery = planned.delivery
-    flow_run = FlowRun.begin(
-        "deliver", planned.composed, host, tracker=tracker, overrides=overrides
-    )
-    title = f"deliver {delivery.given.root.name}"
-    return flow_run.run(title, lambda run: _run_stages(run, delivery))
+    def stages(run: FlowRun) -> None:
+        # Not while planning: the first comparison of an artifact with its manifest reads all of it.
+        require_intact(delivery.inputs, delivery.store)
+        run.summary.findings = examination.as_json(delivery.reports)
+        with ExitStack() as stack:
+            scorer = None
+            if delivery.engine is not None:
+                scorer = stack.enter_context(run.scorer(delivery.settings["smoke"]["threads"]))
+                scorer.warm()
+            served = DeliveryStages(delivery, run.mechanism, scorer).to_served()
+        delivery.put(served, run.mechanism.results, run.summary.command or "")
+        run.summary.served = str(delivery.out)
 
-
-def _run_stages(flow_run: FlowRun, delivery: Delivery) -> None:
-    # Not while planning: the first comparison of an artifact with its manifest reads all of it.
-    require_intact(delivery.inputs, delivery.store)
-    flow_run.summary.findings = examination.as_json(delivery.reports)
-    mechanism = flow_run.mechanism
-    if delivery.engine is None:
-        served = DeliveryStages(delivery, mechanism, None).to_served()
-    else:
-        threads = flow_run.composed.settings["smoke"]["threads"]
-        with flow_run.scorer(threads) as scorer:
-            scorer.warm()
-            served = DeliveryStages(delivery, mechanism, scorer).to_served()
-    delivery.put(served, mechanism.results, flow_run.summary.command or "")
-    flow_run.summary.served = str(delivery.out)
+    composed = delivery.composed
+    flow_run = FlowRun.begin("deliver", composed, host, tracker=tracker, overrides=overrides)
+    return flow_run.run(f"deliver {delivery.checkpoint.root.name}", stages)
 
 
 class Untracked:

@@ -158,14 +158,6 @@ class DeliverTimeouts(HandOffTimeouts):
     reference_s: Positive | None = None  # the first fingerprint; null: half an hour
 
 
-BaseMode = Literal["auto", "dequantized", "original", "compare"]
-"""The base that an adapter is merged into, which is the one it was trained on.
-
-    auto          as the trainer's own files say; refused if they do not say it
-    dequantized   the base after a round trip through 4 bits, as QLoRA training saw it
-    original      the base as it is stored, as LoRA training saw it
-    compare       measure how far apart the two merges are; writes nothing
-"""
 DeliverEngine = Literal["vllm", "server", "transformers", "none"]
 
 
@@ -173,7 +165,7 @@ DeliverEngine = Literal["vllm", "server", "transformers", "none"]
 class DeliverMerge(Section):
     """The base that an adapter is merged into."""
 
-    base: BaseMode = "auto"  # compare: measure both, write nothing
+    base: MergeBase = "auto"  # base to merge into; auto: by what the trainer recorded
     rounding: Rounding = "unbiased"  # nearest: as other tools; loses updates below half a step
     quant_type: QuantType = "nf4"  # base=dequantized: code book, if training left no record
     double_quant: bool = True  # base=dequantized: block scales in 8 bits, likewise

@@ -25,13 +25,13 @@ from tasks.core.errors import ConfigError
 from tasks.core.files import meant
 from tasks.core.terminal import typed
 from tasks.delivery.evidence import Evidence, Precision, find_evidence
-from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Given
+from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Checkpoint
 from tasks.weights.files.documents import optional_json, read_json, read_manifest
 from tasks.weights.files.identity import base_mismatch, published
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, remedy, stored
 
 
-def find_base(given: Given, base: str | None, store: Path) -> Path | None:
+def find_base(checkpoint: Checkpoint, base: str | None, store: Path) -> Path | None:
     """Return the folder of the base: the setting, or the base that SOURCE names; None if unknown.
 
     `store` has our artifacts, which are searched for the recorded digest. Raises ConfigError if the
@@ -45,36 +45,36 @@ def find_base(given: Given, base: str | None, store: Path) -> Path | None:
             hint = typed("base", near or "<folder of the base model>")
             raise ConfigError(f"base={base}: {what}", hint=hint)
         return folder
-    digest, named = recorded_digest(given), Path(recorded_name(given))
+    digest, named = recorded_digest(checkpoint), Path(recorded_name(checkpoint))
     if digest and (original := published(digest, store, "base")) is not None:
         return original
     return named if named.is_absolute() and (named / CONFIG).is_file() else None
 
 
-def base_missing(given: Given) -> ConfigError:
+def base_missing(checkpoint: Checkpoint) -> ConfigError:
     """Return the error for an adapter whose base is unknown."""
-    named = recorded_name(given)
+    named = recorded_name(checkpoint)
     what = f"{named}, which is not a local folder" if named else "no model"
     return ConfigError(
-        f"source={given.root} is {given.what}: its base is needed",
+        f"source={checkpoint.root} is {checkpoint.what}: its base is needed",
         details=[f"{ADAPTER_CONFIG} names {what}"],
         hint="base=<folder of the base model>",
     )
 
 
-def base_mismatch_of(given: Given, base: Path, store: Path) -> str:
+def base_mismatch_of(checkpoint: Checkpoint, base: Path, store: Path) -> str:
     """Return why `base` is not the base of SOURCE, by the most reliable record; "" if it is."""
     return base_mismatch(
-        base, digest=recorded_digest(given), name=recorded_name(given), store=store
+        base, digest=recorded_digest(checkpoint), name=recorded_name(checkpoint), store=store
     )
 
 
-def equals_base(given: Given, base: Path) -> bool:
+def equals_base(checkpoint: Checkpoint, base: Path) -> bool:
     """Return True if all tensors of a full model are bit-identical to the base's.
 
     The comparison ends at the first difference, so a trained model costs little reading.
     """
-    source, original = open_source(given.root), open_source(base)
+    source, original = open_source(checkpoint.root), open_source(base)
     ours, theirs = source.tensors, original.tensors
     if {key: (info.shape, info.dtype) for key, info in ours.items()} != {
         key: (theirs[key].shape, theirs[key].dtype) for key in ours if key in theirs
@@ -83,22 +83,22 @@ def equals_base(given: Given, base: Path) -> bool:
     return bool(ours) and first_difference(source, original, ours) is None
 
 
-def value_findings(given: Given, base: Path) -> Iterator[str]:
+def value_findings(checkpoint: Checkpoint, base: Path) -> Iterator[str]:
     """Yield why the values of a full model cannot have been made from those of the base."""
-    for code, fault in value_faults(open_source(given.root, base)):
+    for code, fault in value_faults(open_source(checkpoint.root, base)):
         yield f"{code} {', '.join(fault.tensors[:3])}: {fault.actual}; expected {fault.expected}"
 
 
-def recorded_digest(given: Given) -> str:
+def recorded_digest(checkpoint: Checkpoint) -> str:
     """Return the digest of the base that training recorded; "" if there is no record."""
-    if given.kind == "shards":
-        return str(optional_json(given.root / "train.json").get("base_digest", ""))
-    return str(given.manifest.get("inputs", {}).get("base", ""))
+    if checkpoint.kind == "shards":
+        return str(optional_json(checkpoint.root / "train.json").get("base_digest", ""))
+    return str(checkpoint.manifest.get("inputs", {}).get("base", ""))
 
 
-def recorded_name(given: Given) -> str:
+def recorded_name(checkpoint: Checkpoint) -> str:
     """Return the name or path of the base that PEFT recorded; "" if there is no record."""
-    return str(optional_json(given.root / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    return str(optional_json(checkpoint.root / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
 
 
 def folder_identity(folder: Path) -> str:
@@ -116,11 +116,11 @@ def folder_identity(folder: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def training_record(given: Given, store: Path) -> dict[str, Any]:
+def training_record(checkpoint: Checkpoint, store: Path) -> dict[str, Any]:
     """Return `train.json` of our training that made SOURCE, shards or an artifact; else {}."""
-    root: Path | None = given.root
-    if given.kind != "shards":
-        digest = given.manifest.get("inputs", {}).get("trained")
+    root: Path | None = checkpoint.root
+    if checkpoint.kind != "shards":
+        digest = checkpoint.manifest.get("inputs", {}).get("trained")
         root = published(digest, store, "shards") if digest else None
     path = None if root is None else root / "train.json"
     return read_json(path) if path is not None and path.is_file() else {}
@@ -129,22 +129,21 @@ def training_record(given: Given, store: Path) -> dict[str, Any]:
 SDPA, FLASH = "sdpa", "flash_attention_2"
 
 
-def attention_of(given: Given, store: Path) -> tuple[str, str]:
+def attention_of(checkpoint: Checkpoint, store: Path) -> tuple[str, str]:
     """Return (attention to measure with, by transformers' name; a warning or "").
 
     Attention implementations round differently. With training's own, the measured drift is that of
     the weights alone.
     """
-    recorded = str(training_record(given, store).get("attn_implementation", SDPA))
+    recorded = str(training_record(checkpoint, store).get("attn_implementation", SDPA))
     if recorded == FLASH and find_spec("flash_attn") is None:
         return SDPA, f"training ran {FLASH}, and flash-attn is not installed: measured with {SDPA}"
     return recorded, ""
 
 
-ORIGINAL, DEQUANTIZED, COMPARE = "original", "dequantized", "compare"
+ORIGINAL, DEQUANTIZED = "original", "dequantized"
 _MODES = {Precision.FULL: ORIGINAL, Precision.FOUR: DEQUANTIZED}
 _EITHER = "merge.base=original for LoRA, merge.base=dequantized for QLoRA"
-_MEASURE = "merge.base=compare measures how far apart the two are and writes nothing"
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class BaseChoice:
 
 
 def choose_base(
-    given: Given, base: Path | None, merge: Mapping[str, Any], store: Path
+    checkpoint: Checkpoint, base: Path | None, merge: Mapping[str, Any], store: Path
 ) -> BaseChoice:
     """Decide into which base the adapter in SOURCE is merged.
 
@@ -173,36 +172,36 @@ def choose_base(
     """
     mode = str(merge["base"])
     config = read_json(base / CONFIG) if base is not None else {}
-    known, recorded = _recorded(given, store)
+    known, recorded = _recorded(checkpoint, store)
     if known and recorded is None and mode == DEQUANTIZED:
         raise ConfigError(
             "merge.base=dequantized, but training did not quantise the base",
             hint="merge.base=original, or merge.base=auto",
         )
-    if given.manifest and given.kind == "adapter" and not known and mode == "auto":
+    if checkpoint.manifest and checkpoint.kind == "adapter" and not known and mode == "auto":
         raise ConfigError(
-            f"source={given.root}: its manifest does not say whether training quantised the base, "
-            "and the training it names is not in paths.runs",
+            f"source={checkpoint.root}: its manifest does not say whether training quantised the "
+            "base, and the training it names is not in paths.runs",
             hint=_EITHER,
         )
-    evidence = () if known or given.kind == "model" else find_evidence(given.root)
-    if base is not None and (is_packed(config) or is_fp8(config)):
+    evidence = () if known or checkpoint.kind == "model" else find_evidence(checkpoint.root)
+    if base is not None and (is_packed(config) or (is_fp8(config) and recorded is None)):
         return _stored_small(base, mode, config, evidence)
     loaded = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    details: dict[str, Any] = {
-        "type": str(merge["quant_type"]),
-        "double_quant": bool(merge["double_quant"]),
-        "compute_dtype": loaded,
-        "loaded_dtype": loaded,
-    }
     if not known:
+        details: dict[str, Any] = {
+            "type": str(merge["quant_type"]),
+            "double_quant": bool(merge["double_quant"]),
+            "compute_dtype": loaded,
+            "loaded_dtype": loaded,
+        }
         return _by_evidence(mode, details, evidence)
     if mode not in (ORIGINAL, DEQUANTIZED):
         mode = ORIGINAL if recorded is None else DEQUANTIZED
     through = None
     if recorded is not None:  # our training loads the base in the dtype that it computes in
         loaded = recorded.get("compute_dtype", loaded)
-        through = {**details, "loaded_dtype": loaded, **recorded, "base": mode}
+        through = {"loaded_dtype": loaded, **recorded, "base": mode}
     return BaseChoice(mode, through, "recorded by its training")
 
 
@@ -250,38 +249,36 @@ def _by_evidence(
         quantization = {**details, "base": mode} if through else None
         return BaseChoice(mode, quantization, f"merge.base={mode}", warnings, evidence)
     chosen = _MODES.get(next(iter(precisions))) if len(precisions) == 1 else None
-    if mode == COMPARE or chosen is None:
+    if chosen is None:
         return BaseChoice("", {**details, "base": DEQUANTIZED}, evidence=evidence)
     quantization = {**details, "base": chosen} if chosen == DEQUANTIZED else None
     return BaseChoice(chosen, quantization, str(evidence[0]), evidence=evidence)
 
 
-def undecided(given: Given, choice: BaseChoice) -> ConfigError:
+def undecided(checkpoint: Checkpoint, choice: BaseChoice) -> ConfigError:
     """Return the error for an adapter whose training base is not known."""
     if not choice.evidence:
         return ConfigError(
-            f"source={given.root}: nothing in or above it says whether it was trained on the base "
-            "in 4 bits (QLoRA), and merged into another base than the one it was trained on it is "
-            "a worse model, which no check sees",
-            hint=f"{_EITHER}; {_MEASURE}",
+            f"source={checkpoint.root}: nothing in or above it says whether it was trained on the "
+            "base in 4 bits (QLoRA), and merged into another base than the one it was trained on "
+            "it is a worse model, which no check sees",
+            hint=_EITHER,
         )
     contradict = len({item.precision for item in choice.evidence}) > 1
     first = choice.evidence[0]
     return ConfigError(
-        f"source={given.root}: its trainer's files contradict each other about the base"
+        f"source={checkpoint.root}: its trainer's files contradict each other about the base"
         if contradict
-        else f"source={given.root}: it was trained on a base {first.precision.value} ({first}); "
-        "merged into any other base it is another model",
+        else f"source={checkpoint.root}: it was trained on a base {first.precision.value} "
+        f"({first}); merged into any other base it is another model",
         details=[f"{item}: {item.precision.value}" for item in choice.evidence],
-        hint=f"{_EITHER}; {_MEASURE}"
-        if contradict
-        else "merge.base=original takes the 16-bit base all the same",
+        hint=_EITHER if contradict else "merge.base=original takes the 16-bit base all the same",
     )
 
 
-def _recorded(given: Given, store: Path) -> tuple[bool, dict[str, Any] | None]:
+def _recorded(checkpoint: Checkpoint, store: Path) -> tuple[bool, dict[str, Any] | None]:
     """Return (True if our own training recorded it, the recorded quantization)."""
-    notes = given.manifest.get("notes", {})
-    record = notes if "quantization" in notes else training_record(given, store)
+    notes = checkpoint.manifest.get("notes", {})
+    record = notes if "quantization" in notes else training_record(checkpoint, store)
     recorded = record.get("quantization")
     return bool(record), dict(recorded) if recorded else None

@@ -7,13 +7,14 @@ hashes save reading tensors again. So the bytes have to match the manifest first
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from tasks.core.disk import flush, write_refused
-from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.core.files import copy_file
 from tasks.core.private import open_up
 from tasks.pipeline.artifact import Artifact, intact, open_artifact
@@ -56,34 +57,30 @@ def _problems(folder: Path, store: Path) -> list[str]:
         return [f"{MANIFEST}: {error.message}", *error.details]
 
 
-def out_findings(
-    out: Path, *, inputs: list[Path], expected: str | None, overwrite: bool
-) -> Iterator[str]:
-    """Yield the reasons why nothing may be delivered to `out`.
-
-    Args:
-        out: the folder; may be absent or empty.
-        expected: digest of the artifact to deliver; None if it is not known yet.
-        overwrite: True if an earlier delivery may be replaced.
-    """
-    real = out.resolve()
+def require_free(out: Path, inputs: Iterable[Path]) -> None:
+    """Raise ConfigError if nothing can be delivered to `out`, which may be absent or empty."""
+    real, reason = out.resolve(), ""
     for folder in inputs:
         source = folder.resolve()
         if real == source or real in source.parents or source in real.parents:
-            yield f"out={out} lies in the input {folder}, or contains it: name another folder"
-    if out.is_dir() and not out.is_symlink():
-        if not any(out.iterdir()):
-            return
-        manifest = read_manifest(out)
-        if not manifest or manifest["kind"] != "served":
-            yield f"out={out} is not empty, and no delivery made it: name another folder"
-        elif manifest["digest"] != expected and not overwrite:
-            yield (
-                f"out={out} holds another delivery ({manifest['digest'][:12]}): "
-                "overwrite=true replaces it"
-            )
-    elif out.exists() or out.is_symlink():
-        yield f"out={out} is not a folder: name another one"
+            reason = reason or f"lies in the input {folder}, or contains it"
+    if not reason and (out.exists() or out.is_symlink()):
+        if out.is_symlink() or not out.is_dir():
+            reason = "is not a folder"
+        elif any(out.iterdir()) and read_manifest(out).get("kind") != "served":
+            reason = "is not empty, and no delivery made it"
+    if reason:
+        raise ConfigError(f"out={out} {reason}", hint="out=<another folder>")
+
+
+def require_same(out: Path, digest: str) -> None:
+    """Raise ConfigError if `out` holds another delivery than the artifact of this digest."""
+    delivered = read_manifest(out).get("digest", digest)
+    if delivered != digest:
+        raise ConfigError(
+            f"out={out} holds another delivery ({delivered[:12]})",
+            hint="out=<another folder>, or overwrite=true",
+        )
 
 
 def put(served: Artifact, out: Path, card: str = "") -> None:
@@ -93,7 +90,7 @@ def put(served: Artifact, out: Path, card: str = "") -> None:
     system, copies. Whoever writes to such a file all the same changes the artifact, too: the next
     run notices it and makes the artifact again. The manifest is written last; then one rename
     makes everything visible. An earlier delivery is moved aside before the rename and
-    removed after it. Call `out_findings` first. Files have the permissions of the user's umask,
+    removed after it. Call `require_free` first. Files have the permissions of the user's umask,
     because another user may serve them.
     """
     if _is_delivered(out, served):
@@ -133,11 +130,14 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _is_delivered(out: Path, served: Artifact) -> bool:
-    """Return True if `out` already is this artifact, complete."""
+    """Return True if `out` already is this artifact, byte for byte."""
     if read_manifest(out).get("digest") != served.digest:
         return False
     try:
         open_artifact(out, "served")
     except ArtifactError:
         return False
-    return True
+    # Whoever altered OUT in place altered the artifact, too, which was made again under this name.
+    files = [path for path in served.path.rglob("*") if path.is_file() and path.name != MANIFEST]
+    copies = ((path, out / path.relative_to(served.path)) for path in files)
+    return all(mine.samefile(theirs) or filecmp.cmp(mine, theirs, False) for mine, theirs in copies)

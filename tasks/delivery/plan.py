@@ -1,6 +1,7 @@
 """Plan all operations of a delivery from headers and configuration, before a byte is written.
 
-    work = prepare(request)
+    work = prepare(request)                                     of a checkpoint made elsewhere
+    planned = plan_trained(trained, gathered, base, ...)        of a model that was trained here
 
 One pass writes the weights in their final dtype and files: gather of a full model, or merge.
 Convert then links the files. For a SOURCE that is a full model, convert is the only pass.
@@ -9,15 +10,23 @@ Convert then links the files. For a SOURCE that is a full model, convert is the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import judge
 from tasks.core.errors import ConfigError, ContractError, first_and_more
-from tasks.delivery.base import base_missing
-from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Given, Weighted, read_weighted, weights_of
-from tasks.merge import ADAPTER
+from tasks.delivery.base import BaseChoice, base_missing, choose_base
+from tasks.delivery.source import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    Checkpoint,
+    Weighted,
+    read_weighted,
+    weights_of,
+)
+from tasks.delivery.tokens import Tokens, find_tokens
+from tasks.evaluation.model_folder import Trained
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, is_float
@@ -25,12 +34,21 @@ from tasks.weights.files.names import parse_peft, rename_all, unwrap
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.gather import plan_full
-from tasks.weights.heads import HEAD, Detected, detect, endings, read_folder, separate
+from tasks.weights.heads import (
+    HEAD,
+    Detected,
+    Normalisation,
+    detect,
+    endings,
+    read_folder,
+    reward_config,
+    separate,
+)
 from tasks.weights.lora import Adapter, read_adapter
 from tasks.weights.lora_config import parse_config
 from tasks.weights.merge import BASE, Reward, plan_adapters
 from tasks.weights.model import Model, model_facts
-from tasks.weights.perform import Perform
+from tasks.weights.perform import Perform, perform
 from tasks.weights.plan import Plan, as_is, plain_op, with_output
 from tasks.weights.quantized.config_fields import (
     is_decodable,
@@ -38,13 +56,15 @@ from tasks.weights.quantized.config_fields import (
     remedy,
     without_quantization,
 )
+from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.source import open_model
 from tasks.weights.rounding import Rounding
 from tasks.weights.shards import Partitions, read_partitions
+from tasks.weights.tokens.tokenizer import read_tokenizer
 from tasks.weights.validate import validate
 from tasks.weights.zero import ZeroCheckpoint, read_zero
 
-TRAINED, MODEL = "trained", WEIGHTS
+ADAPTER, TRAINED, MODEL = "adapter", "trained", WEIGHTS
 """Names of the inputs in the plans."""
 
 
@@ -56,20 +76,22 @@ class Target:
     max_shard_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """Input of the planning."""
 
-    given: Given
+    checkpoint: Checkpoint
     base: Path | None  # folder of the base; None if there is none
     target: Target  # format of the output
     # 4 bits that the base goes through, as `Op.quantization`; None for none
-    quantization: Mapping[str, Any] | None
+    quantization: Mapping[str, Any] | None = None
     # path of adapter_config.json, for an adapter in shards or in a DeepSpeed checkpoint
-    adapter_config: Path | None
-    perform: Perform  # sends requests about model classes to the process that has torch
+    adapter_config: Path | None = None
+    perform: Perform = perform  # sends requests about model classes to the process that has torch
     adapters: tuple[Weighted, ...] = ()  # the adapters, if SOURCE is one or there are several
     rounding: Rounding = "unbiased"
+    config: Mapping[str, Any] | None = None  # config.json of the model; None for the base's
+    reward: Reward | None = None  # of a reward model that was trained here
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,53 @@ class Work:
         return any(str(name).endswith(endings) for name in names)
 
 
+@dataclass(frozen=True)
+class HandOffPlan:
+    """All that gather, merge and convert need beside their inputs."""
+
+    work: Work
+    tokens: Tokens
+    choice: BaseChoice = field(default_factory=lambda: BaseChoice(""))
+    is_ours: bool = False  # True for a model that was trained here: each tensor is its class's
+
+
+def plan_trained(
+    trained: Path,
+    gathered: Path,
+    base: Path,
+    target: Target,
+    merge: Mapping[str, Any],  # section `merge` of the settings
+    perform: Perform,
+) -> HandOffPlan:
+    """Plan the hand-off of a model that was trained here, from its gathered adapter or weights."""
+    side = Trained.read(trained)
+    is_adapter = (gathered / ADAPTER_CONFIG).is_file()
+    record = {"notes": {"quantization": side.quantization}}
+    checkpoint = Checkpoint("adapter" if is_adapter else "model", gathered, "", record)
+    choice = (
+        choose_base(checkpoint, base, merge, gathered.parents[1]) if is_adapter else BaseChoice("")
+    )
+    if choice.quantization is not None:
+        check_quantization(choice.quantization)
+    reward = None
+    if side.is_reward:
+        stops = read_tokenizer(trained / "tokenizer").stops
+        reward = Reward(stops, side.normalisation or Normalisation())
+    request = Request(
+        checkpoint=checkpoint,
+        base=base if is_adapter else None,
+        target=target,
+        quantization=choice.quantization,
+        perform=perform,
+        rounding=merge["rounding"],
+        config=side.config,
+        reward=reward,
+    )
+    return HandOffPlan(
+        prepare(request), find_tokens([trained / "tokenizer", gathered]), choice, True
+    )
+
+
 def require_plain(folder: Path, key: str) -> dict[str, Any]:
     """Return the config.json of a model; for 4 bits and fp8, that of the decoded model."""
     config = read_json(folder / "config.json")
@@ -138,17 +207,17 @@ def megabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-Trained = Partitions | ZeroCheckpoint | DistributedCheckpoint
+Ranks = Partitions | ZeroCheckpoint | DistributedCheckpoint
 
 
 def gathered_adapter(
-    request: Request, trained: Trained, names: Sequence[str]
+    request: Request, trained: Ranks, names: Sequence[str]
 ) -> tuple[Plan, Adapter, Path]:
     """Plan an adapter file. Return the plan, the future adapter, and its adapter_config.json."""
     path = request.adapter_config or _above(request, trained, ADAPTER_CONFIG)
     if path is None or not path.is_file():
         raise ConfigError(
-            f"source={request.given.root}: an adapter was trained, and there is no "
+            f"source={request.checkpoint.root}: an adapter was trained, and there is no "
             f"{ADAPTER_CONFIG} with its alpha",
             hint=f"adapter_config=<the {ADAPTER_CONFIG} of that training>",
         )
@@ -160,8 +229,8 @@ def gathered_adapter(
     config, findings = parse_config(read_json(path))
     if isinstance(trained, DistributedCheckpoint) and config.bias != "none":
         raise ConfigError(
-            f"source={request.given.root}: bias={config.bias}: a distributed checkpoint has all "
-            "parameters and does not tell which biases were trained",
+            f"source={request.checkpoint.root}: bias={config.bias}: a distributed checkpoint has "
+            "all parameters and does not tell which biases were trained",
             hint="save the adapter with model.save_pretrained and deliver that",
         )
     ops = [plain_op(k, f"{TRAINED}:{keys[k]}", info) for k, info in view.items()]
@@ -169,16 +238,16 @@ def gathered_adapter(
     left = [f"{TRAINED}:{name}" for name in trained.tensors if name not in known]
     plan = Plan(tuple(ops), dict.fromkeys(left, "frozen: belongs to the base"))
     validate(plan, {TRAINED: trained.tensors})
-    return plan, Adapter(request.given.root, ADAPTER, config, view, tuple(findings)), path
+    return plan, Adapter(request.checkpoint.root, ADAPTER, config, view, tuple(findings)), path
 
 
-def gathered_model(request: Request, trained: Trained) -> Work:
+def gathered_model(request: Request, trained: Ranks) -> Work:
     """Plan a full model, in its final dtype and files."""
     config = _above(request, trained, CONFIG)
     folder = request.base if config is None else config.parent
     if folder is None:
         raise ConfigError(
-            f"source={request.given.root}: there is no {CONFIG} that describes the model",
+            f"source={request.checkpoint.root}: there is no {CONFIG} that describes the model",
             hint="base=<folder of the model that was trained>",
         )
     base = open_model(request.base) if request.base is not None else None
@@ -214,9 +283,9 @@ def gathered_model(request: Request, trained: Trained) -> Work:
     return Work(plan, facts, sources, read_json(folder / CONFIG), gather=plan)
 
 
-def _above(request: Request, trained: Trained, name: str) -> Path | None:
+def _above(request: Request, trained: Ranks, name: str) -> Path | None:
     """Return the path of a file of the trainer: beside the partitions, or one folder above."""
-    folders = dict.fromkeys([trained.root, request.given.root, trained.root.parent])
+    folders = dict.fromkeys([trained.root, request.checkpoint.root, trained.root.parent])
     return next((place / name for place in folders if (place / name).is_file()), None)
 
 
@@ -225,16 +294,18 @@ _SHOWN = 100
 
 def prepare(request: Request) -> Work:
     """Plan and validate a delivery."""
-    given = request.given
-    if given.kind == "model":
+    checkpoint = request.checkpoint
+    if checkpoint.kind == "model":
         return _model(request)
-    if given.kind == "adapter":
+    if checkpoint.kind == "adapter":
         return _adapter(request)
-    trained: Trained
-    if given.kind == "shards":
-        trained = read_partitions(given.root)
+    trained: Ranks
+    if checkpoint.kind == "shards":
+        trained = read_partitions(checkpoint.root)
     else:
-        trained = (read_zero if given.kind == "deepspeed" else read_distributed)(given.root)
+        trained = (read_zero if checkpoint.kind == "deepspeed" else read_distributed)(
+            checkpoint.root
+        )
     names = [*getattr(trained, "trained", trained.tensors)]
     if any(".lora_" in name for name in names):
         gather, adapter, path = gathered_adapter(request, trained, names)
@@ -245,7 +316,7 @@ def prepare(request: Request) -> Work:
 
 def _model(request: Request) -> Work:
     """Plan a full model. A value head is split off; a reward model becomes a class of vLLM."""
-    root, target = request.given.root, request.target
+    root, target = request.checkpoint.root, request.target
     config: Any = require_plain(root, "source")
     detected = detect(read_folder(root))
     is_policy = detected.head is not None and detected.head.role == "either"
@@ -256,6 +327,9 @@ def _model(request: Request) -> Work:
         source = open_model(root)
         plan, sources = as_is(source, MODEL), {MODEL: source}
         facts = request.perform(model_facts, root, target.dtype)
+    if request.reward is not None:
+        how = request.reward.normalisation or Normalisation()
+        config = reward_config(config, config["architectures"][0], how, request.reward.endings)
     if findings := [*facts.findings, *_misfits(plan, facts)]:
         raise ContractError(
             f"{root}: not what its config.json says: {first_and_more(findings)}",
@@ -283,9 +357,11 @@ def _adapter(request: Request) -> Work:
     """Plan the merge of adapters from PEFT folders."""
     if weights_of(request.adapters):
         return _merge(request, read_weighted(request.adapters))
-    root = request.given.root
+    root = request.checkpoint.root
     detected = detect(read_folder(root))
     adapters = [(read_adapter(root, beside=detected.folder.beside), 1.0)]
+    if request.reward is not None:
+        return _merge(request, adapters, reward=request.reward)
     if detected.is_of_reward and request.base is not None:
         return _merge(request, adapters, reward=Reward(endings(root, request.base)))
     if HEAD not in detected.folder.sources:
@@ -303,13 +379,16 @@ def _merge(
     trained: Tensors | None = None,
     head: Detected | None = None,
 ) -> Work:
-    """Plan the merge of adapters into the base; `trained` is the input of `gather`."""
+    """Plan the merge of adapters into the base, from headers of it and values of the adapters.
+
+    `trained` is the input of `gather`. Raises ContractError if they do not fit, with all findings.
+    """
     if request.base is None:
-        raise base_missing(request.given)
+        raise base_missing(request.checkpoint)
     planned = plan_adapters(
         adapters,
         request.base,
-        require_plain(request.base, "base"),
+        request.config or require_plain(request.base, "base"),
         model_dtype=request.target.dtype,
         dtype=DTYPE_NAMES[request.target.dtype],
         max_shard_bytes=request.target.max_shard_bytes,
@@ -319,5 +398,5 @@ def _merge(
         perform=request.perform,
     )
     validate(planned.plan, planned.sources)
-    opened = {**planned.sources, **({} if trained is None else {TRAINED: trained})}
-    return Work(planned.plan, planned.facts, opened, planned.config, gather, planned.plan, head)
+    inputs = {**planned.sources, **({} if trained is None else {TRAINED: trained})}
+    return Work(planned.plan, planned.facts, inputs, planned.config, gather, planned.plan, head)

@@ -1,8 +1,8 @@
 """Recognise SOURCE: an adapter, a full model, shards of ours, or a DeepSpeed checkpoint.
 
-given = recognise(Path("ckpt/checkpoint-500"))
-given.kind        "adapter": what is planned for
-given.line()      "ckpt/checkpoint-500: a PEFT adapter of rank 8 (adapter_model.safetensors)"
+checkpoint = recognise(Path("ckpt/checkpoint-500"))
+checkpoint.kind      "adapter": what is planned for
+checkpoint.line()    "ckpt/checkpoint-500: a PEFT adapter of rank 8 (adapter_model.safetensors)"
 
 Several adapters are given with weights:
 
@@ -42,7 +42,7 @@ _PLANNED: Mapping[audit_source.Kind, Kind] = {
 
 
 @dataclass(frozen=True)
-class Given:
+class Checkpoint:
     """A recognised SOURCE."""
 
     kind: Kind
@@ -57,7 +57,7 @@ class Given:
         return f"{self.root}: {self.what}{rest}"
 
 
-def recognise(root: Path) -> Given:
+def recognise(root: Path) -> Checkpoint:
     """Recognise a folder from its file names, its documents and the headers of its weights.
 
     Trainer leaves finished weights beside a folder of DeepSpeed states. Such a folder counts as the
@@ -73,7 +73,7 @@ def recognise(root: Path) -> Given:
     kind = _PLANNED.get(recognised.kind)
     if kind is None:
         raise refused([audit(root)])
-    return Given(kind, root, recognised.what, recognised.manifest, recognised.beside)
+    return Checkpoint(kind, root, recognised.what, recognised.manifest, recognised.beside)
 
 
 _WEIGHTED = re.compile(r"(?P<folder>.+):(?P<weight>[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?)")
@@ -84,43 +84,31 @@ HINT = "adapters=[<folder>:<weight>,<folder>:<weight>]"
 class Weighted:
     """An adapter and the factor on its update; 1 merges it as it was trained."""
 
-    given: Given
+    checkpoint: Checkpoint
     weight: float = 1.0
 
 
-def given_adapters(source: str | None, adapters: Sequence[str]) -> tuple[Given, list[Weighted]]:
+def read_sources(source: str | None, adapters: Sequence[str]) -> tuple[Checkpoint, list[Weighted]]:
     """Return SOURCE (the first of several adapters) and all adapters.
 
-    Args:
-        source: setting `source`.
-        adapters: setting `adapters`, each "<folder>:<weight>" or "<folder>".
-
-    Raises:
-        ConfigError: both settings or neither is set, a folder is not an adapter or is repeated, or
-            a weight is 0.
+    `adapters` are texts "<folder>:<weight>" or "<folder>". Raises ConfigError if both settings or
+    neither is set, or a folder is not an adapter.
     """
     if (source is None) == (not adapters):
         what = "source has to be given" if source is None else "source and adapters are both given"
         raise ConfigError(what, hint=f"source=<folder>, or {HINT}")
     if source is not None:
-        given = recognise(Path(source).expanduser().absolute())
-        return given, [Weighted(given)] if given.kind == "adapter" else []
+        checkpoint = recognise(Path(source).expanduser().absolute())
+        return checkpoint, [Weighted(checkpoint)] if checkpoint.kind == "adapter" else []
     weighted = [_weighted(text) for text in adapters]
     findings = [
-        f"{adapter.given.root}: {adapter.given.what}, not an adapter"
+        f"{adapter.checkpoint.root}: {adapter.checkpoint.what}, not an adapter"
         for adapter in weighted
-        if adapter.given.kind != "adapter"
-    ]
-    roots = [adapter.given.root.resolve() for adapter in weighted]
-    findings += [f"{root}: given twice" for root in dict.fromkeys(roots) if roots.count(root) > 1]
-    findings += [
-        f"{adapter.given.root}: weight 0 leaves it out"
-        for adapter in weighted
-        if adapter.weight == 0
+        if adapter.checkpoint.kind != "adapter"
     ]
     if findings:
         raise ConfigError(f"adapters: {first_and_more(findings)}", details=findings, hint=HINT)
-    return weighted[0].given, weighted
+    return weighted[0].checkpoint, weighted
 
 
 def _weighted(text: str) -> Weighted:
@@ -146,7 +134,7 @@ def read_weighted(adapters: Sequence[Weighted]) -> list[tuple[Adapter, float]]:
     opened: list[tuple[Adapter, float]] = []
     findings = []
     for index, item in enumerate(adapters):
-        root = item.given.root
+        root = item.checkpoint.root
         folder = read_folder(root)
         if HEAD in folder.sources or detect(folder).is_of_reward:
             findings.append(f"{root}: has a head, and heads cannot be added up")

@@ -3,7 +3,7 @@
     with ReferenceScorer(log=log, log_path=path) as scorer:          scoring: a transformers child
         question = read_question("chat", model, base, reference, data, settings, scorer)
         measured = measure(question, settings, profile, Tools(...), log, out)
-        report = write_report(out, settings, measured.checks, metrics, measured.drift, {})
+        metrics = read_responses(out, measured, tools, log, None, None)
 
 prompts         held-out conversations, raw texts, pairs, probes
 serve           prompt a served folder in vLLM or transformers
@@ -12,7 +12,5 @@ smoke           serve a model and compare it with the trained one (`tasks/smoke_
 checks          one function for each check of a smoke test
 responses       write responses to files, and compute their metrics
 measuring       compare the output of gather, merge or convert with the trained model
-calibration     rows for quantised models, and their loss on others
 model_folder    files of a model, and the record that training left
-serving_config  write config.json and generation_config.json, and check that all files agree
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.drift.verdict import (
+    KERNEL,
     NAMES,
     Moved,
     Print,
+    engine_verdict,
     limit_in,
     load_print,
     moved,
@@ -22,11 +25,11 @@ from tasks.drift.verdict import (
     verdict,
 )
 from tasks.evaluation.model_folder import computing_dtype_of
-from tasks.evaluation.scoring import ModelRef, Score
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer, Score
 from tasks.pipeline.report import StageReport
 from tasks.weights.plan import Plan
 from tasks.weights.written import Executed
-from tasks.witness.plumbline_witness.prints import BASE
+from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT
 
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
 """(model that is right, model that has drifted, probes, engine of the latter) -> one line: where
@@ -103,6 +106,28 @@ class Measuring:
             limit = limit_in(limit, reference, new.arithmetic)
         drift = moved(reference, new, dtype)
         return drift, verdict(drift, limit, cause=self.cause)
+
+
+def against_engine(
+    scorer: ReferenceScorer,
+    model: ModelRef,
+    live: Path,
+    out: Path,
+    limit: DriftLimit,
+    *,
+    base: bool,  # True to take the fingerprint of the base alone, too
+    cause: str = KERNEL,
+) -> tuple[Fingerprint, Moved, Check]:
+    """Take the reference fingerprint of `model` into `out`, and compare a live engine with it.
+
+    Returns the fingerprint in the model's own dtype, the drift of the engine, and its verdict.
+    """
+    without = out / BASE if base else None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / FINGERPRINT
+        exact = scorer.reference(model, out / FINGERPRINT, like=live, own=path, base=without)
+        own = Fingerprint.load(path)
+    return own, *engine_verdict(exact, Fingerprint.load(live), limit, own, cause)
 
 
 def stage_report(

@@ -16,7 +16,7 @@ from tasks.data.messages import REASONING
 from tasks.drift.fingerprint import Fingerprint
 from tasks.evaluation.checks import probes_check
 from tasks.evaluation.model_folder import context_of
-from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.serving.prompts import Chat, chat, question_of, stop_ids
 
 PromptKind = Literal["chat", "texts", "pairs", "probes"]
@@ -30,14 +30,21 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Side:
+    """A model, the token ids of its prompts, and the ids that end its responses."""
+
+    model: ModelRef
+    prompts: list[list[int]]
+    stops: list[int]
+
+
+@dataclass(frozen=True)
 class Question:
     """The models to serve, and their prompts."""
 
-    served: ModelRef
-    base: ModelRef | None  # the model before training
+    served: Side
+    base: Side | None  # the model before training
     reference: Path  # fingerprint file
-    prompts: Prompts
-    base_prompts: Prompts
     # conversations of the prompts, with the answers that the data has; None for raw texts
     rows: Sequence[Mapping[str, Any]] | None = None
     left_out: int = 0  # held-out rows that were too long, or not suitable
@@ -45,14 +52,14 @@ class Question:
     temperature: float | None = None  # None for greedy responses alone
 
     @property
+    def sides(self) -> list[Side]:
+        """The served model, and the one before training."""
+        return [self.served] if self.base is None else [self.served, self.base]
+
+    @property
     def chats(self) -> list[Chat] | None:
         """Conversations of the prompts, without answers; None for raw texts."""
         return None if self.rows is None else list(map(question_of, self.rows))
-
-    @property
-    def base_stops(self) -> list[int]:
-        """Ids that end a response of the base: its own EOS ids and the trained ones."""
-        return sorted({*self.prompts.eos, *self.base_prompts.eos})
 
 
 def read_question(
@@ -63,12 +70,13 @@ def read_question(
     data: Path | None,
     settings: Smoke,
     scorer: ReferenceScorer,
+    temperature: float | None = None,
 ) -> Question:
     """Return the prompts of a kind. Raises DataError if no held-out row can be used."""
     probes = Fingerprint.load(reference).probes
     if kind == "probes" or base is None or data is None:
-        prompts = Prompts(list(map(list, probes)), stop_ids(served.path, None))
-        return Question(served, None, reference, prompts, prompts)
+        side = Side(served, list(map(list, probes)), stop_ids(served.path, None))
+        return Question(side, None, reference)
     room = longest_sequence(served.path, settings) - settings.max_new_tokens
     most = max(settings.eval_samples, len(probes))
     if kind == "texts":
@@ -77,11 +85,12 @@ def read_question(
         tokens = [ids[: min(PROMPT_TOKENS, max(1, len(ids) // 2), room)] for ids in encoded if ids]
         if room < 1 or not tokens:
             raise _no_room(len(texts), settings)
-        prompts = Prompts(tokens, stop_ids(served.path, None))
-        check = _known_probes(probes, texts, scorer, served.path, prompts.eos)
+        stops = stop_ids(served.path, None)
+        check = _known_probes(probes, texts, scorer, served.path, stops)
         # Without a template both models read the same.
-        return Question(served, base, reference, prompts, prompts, checks=(check,))
-    rows = read_heldout(data / HELDOUT)
+        sides = Side(served, tokens, stops), Side(base, tokens, stops)
+        return Question(*sides, reference, checks=(check,))
+    rows = _read(data / HELDOUT, _conversation)
     rendered = scorer.encode(served.path, rows)
     usable = [
         number
@@ -92,15 +101,15 @@ def read_question(
         raise _no_room(len(rows), settings)
     chosen = usable[:most]
     chosen_rows = [rows[number] for number in chosen]
+    before = scorer.encode(base.path, chosen_rows, template_from=served.path)
     return Question(
-        served,
-        base,
+        Side(served, [rendered.tokens[number] for number in chosen], rendered.eos),
+        Side(base, before.tokens, sorted({*rendered.eos, *before.eos})),
         reference,
-        Prompts([rendered.tokens[number] for number in chosen], rendered.eos),
-        scorer.encode(base.path, chosen_rows, template_from=served.path),
         rows=chosen_rows,
         left_out=len(rows) - len(usable),
         checks=(probes_check(probes, rendered.tokens),),
+        temperature=temperature,
     )
 
 
@@ -167,15 +176,11 @@ def longest_sequence(served: Path, settings: Smoke) -> int:
     return min(context, settings.max_model_len or context)
 
 
-def read_heldout(path: Path) -> list[dict[str, Any]]:
-    """Return the first held-out conversations; a pair as the one with the chosen answer.
-
-    A prompt for online training may have no answer. Raises DataError.
-    """
-    return _read(path, _conversation)
-
-
 def _conversation(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as a conversation, a pair as the one with the chosen answer.
+
+    A prompt for online training may have no answer.
+    """
     if "chosen" in row:
         row = {**row, "messages": [*row["prompt"], *row["chosen"]]}
     if row["messages"][-1]["role"] != "assistant" and "columns" not in row:
@@ -189,6 +194,7 @@ def _pair(row: dict[str, Any]) -> tuple[Chat, Chat]:
 
 
 def _read(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Return the first held-out rows. Raises DataError, with the line that cannot be parsed."""
     rows: list[T] = []
     try:
         with path.open(encoding="utf-8") as file:

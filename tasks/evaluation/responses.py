@@ -11,25 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import pstdev
+from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
 
 from tasks.evaluation.model_folder import computing_dtype_of, context_of
-from tasks.evaluation.prompts import answer_of
+from tasks.evaluation.prompts import Side, answer_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import Responses
 from tasks.evaluation.smoke import Measured, Tools
 from tasks.process.output import Log
 from tasks.rl.user_code import EVAL, FunctionReference
-from tasks.serving.prompts import Chat, chat, exact_match, is_degenerate, matches, question_of
+from tasks.serving.prompts import chat, exact_match, is_degenerate, matches, question_of
 
 GREEDY, SAMPLED, PAIRS = "generations.jsonl", "drawn.jsonl", "pairs.jsonl"
 CHANCE = 0.5
 """Share of pairs that an untrained head puts in the right order."""
 
-Tokens = Sequence[Sequence[int]]
+Texts = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,35 @@ class Measure:
         return cls(str(reference), reference.digest())
 
 
-def read_continuations(out: Path, measured: Measured, scorer: ReferenceScorer) -> None:
-    """Write `generations.jsonl`: continuations of raw texts before and after training."""
-    question = measured.question
-    shown = scorer.decode(question.served.path, question.prompts.tokens)
-    rows = zip(shown, *measured.texts(scorer), strict=True)
-    _write(out / GREEDY, ({"text": text, "before": a, "after": b} for text, a, b in rows))
-
-
-def read_answers(
-    out: Path, measured: Measured, tools: Tools, log: Log, function: Measure | None
+def read_responses(
+    out: Path,
+    measured: Measured,
+    tools: Tools,
+    log: Log,
+    function: Measure | None,
+    reward: Path | None,
 ) -> dict[str, float]:
-    """Write `generations.jsonl`, and measure exact match before and after training.
+    """Write the responses of the model before training and of this one, and return metrics.
 
-    Returns `exact_matches` as `eval/...`, `eval/samples`, the number of rows, and with the user's
-    `function` the means of its numbers, `eval/function_before` and `eval/function_after`.
+    Conversations have `exact_matches` as `eval/...`, and with the user's `function` the means of
+    its numbers, `eval/function_before` and `eval/function_after`. `reward` scores the sampled ones.
     """
-    question = measured.question
-    rows = question.rows
-    assert rows is not None
-    expected = [answer_of(row) for row in rows]
-    texts, (old, new) = measured.texts(tools.scorer), measured.both()
+    question, scorer = measured.question, tools.scorer
+    metrics, texts = numbers(measured), measured.texts(scorer)
+    if question.rows is None:
+        shown = scorer.decode(question.served.model.path, question.served.prompts)
+        rows = zip(shown, *texts, strict=True)
+        _write(out / GREEDY, ({"text": text, "before": a, "after": b} for text, a, b in rows))
+        return metrics
+    expected = [answer_of(row) for row in question.rows]
     judged: dict[str, list[float]] = {}
     if function is not None:
-        sides = zip((question.base_prompts, question.prompts), (old, new), texts, strict=True)
-        for name, (prompts, responses, side) in zip(
-            ("function_before", "function_after"), sides, strict=True
-        ):
-            judged[name] = _judged(function, rows, prompts.tokens, responses, side, tools, log)
+        both = zip(reversed(question.sides), measured.both(), texts, strict=True)
+        for when, (side, responses, own) in zip(("before", "after"), both, strict=True):
+            judged[f"function_{when}"] = _judged(
+                function, measured, side, responses, own, tools, log
+            )
+    old, new = measured.both()
     _write(
         out / GREEDY,
         (
@@ -89,20 +90,38 @@ def read_answers(
                 "tokens_after": new.tokens[number],
                 **{name: values[number] for name, values in judged.items()},
             }
-            for number, row in enumerate(rows)
+            for number, row in enumerate(question.rows)
         ),
     )
-    return {
-        **exact_matches(*texts, expected, "eval"),
-        **{f"eval/{name}": sum(values) / len(values) for name, values in judged.items()},
-        "eval/samples": float(len(rows)),
+    metrics |= exact_matches(texts, expected, "eval")
+    metrics |= {f"eval/{name}": fmean(values) for name, values in judged.items()}
+    metrics["eval/samples"] = float(len(question.rows))
+    if question.temperature is not None:
+        metrics |= _read_sampled(out, measured, expected, scorer, reward)
+    return metrics
+
+
+def numbers(measured: Measured) -> dict[str, float]:
+    """Return the metrics of every smoke test with held-out prompts."""
+    question, agreement, after = measured.question, measured.agreement, measured.served.greedy[0]
+    metrics = {
+        **{f"drift/{name}": value for name, value in asdict(measured.drift).items()},
+        "greedy/equal": float(agreement.equal),
+        "greedy/ties": float(agreement.ties),
+        "greedy/differences": float(len(agreement.differences)),
+        "tokens_per_s": after.tokens_per_s,
+        "engine_load_s": measured.served.load_s,
     }
+    if question.rows is not None:  # a raw text has no place to stop
+        metrics["stop_rate"] = sum(after.stopped) / len(after.stopped)
+        metrics["eval/left_out"] = float(question.left_out)
+    return metrics
 
 
 def _judged(
     measure: Measure,
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Tokens,
+    measured: Measured,
+    side: Side,
     responses: Responses,
     texts: Sequence[str],
     tools: Tools,
@@ -113,6 +132,7 @@ def _judged(
     from tasks.rl.rewards import Function
     from tasks.serving.vllm.colocation import Generated
 
+    assert measured.question.rows is not None
     arguments = [
         Response(
             Prompt(row, np.asarray(prompt, np.int32)),
@@ -120,7 +140,12 @@ def _judged(
             text,
         )
         for row, prompt, ids, stopped, text in zip(
-            rows, prompts, responses.tokens, responses.stopped, texts, strict=True
+            measured.question.rows,
+            side.prompts,
+            responses.tokens,
+            responses.stopped,
+            texts,
+            strict=True,
         )
     ]
     reference = FunctionReference.of(measure.function, EVAL)
@@ -130,19 +155,13 @@ def _judged(
         return function(arguments)
 
 
-def exact_matches(
-    before: Sequence[str], after: Sequence[str], expected: Sequence[str | None], name: str
-) -> dict[str, float]:
+def exact_matches(texts: Texts, expected: Sequence[str | None], name: str) -> dict[str, float]:
     """Return exact match over the rows that have an expected answer; empty if none has.
 
-    `<name>/before` and `<name>/after` are in [0, 1], `<name>/error` is the standard error of their
-    difference, `<name>/compared` the number of rows.
+    `texts` are those before and after training. `<name>/before` and `<name>/after` are in [0, 1],
+    `<name>/error` is the standard error of their difference, `<name>/compared` the number of rows.
     """
-    rows = [
-        (old, new, answer)
-        for old, new, answer in zip(before, after, expected, strict=True)
-        if answer is not None
-    ]
+    rows = [row for row in zip(*texts, expected, strict=True) if row[2] is not None]
     if not rows:
         return {}
     olds, news, answers = zip(*rows, strict=True)
@@ -155,22 +174,25 @@ def exact_matches(
     }
 
 
-def read_sampled(
-    out: Path, measured: Measured, scorer: ReferenceScorer, reward: Path | None
+def _read_sampled(
+    out: Path,
+    measured: Measured,
+    expected: Sequence[str | None],
+    scorer: ReferenceScorer,
+    reward: Path | None,
 ) -> dict[str, float]:
     """Write `drawn.jsonl`, and measure exact match and rewards of the sampled responses.
 
-    Returns `exact_matches` as `drawn/...`, and the metrics of `distance` and `score`.
+    Returns `exact_matches` as `drawn/...`, and the metrics of `distance` and `_scored`.
     """
     rows = measured.question.rows
     assert rows is not None
     texts = measured.texts(scorer, sampled=True)
-    metrics = exact_matches(*texts, [answer_of(row) for row in rows], "drawn")
-    metrics |= distance(measured, scorer)
+    metrics = exact_matches(texts, expected, "drawn") | distance(measured, scorer)
     rewards: dict[int, tuple[float, float]] = {}
     if reward is not None:
-        scored, rewards = score(reward, measured, texts, scorer)
-        metrics |= scored
+        scores, rewards = _scored(reward, measured, texts, scorer)
+        metrics |= scores
     _write(
         out / SAMPLED,
         (
@@ -189,26 +211,19 @@ def distance(measured: Measured, scorer: ReferenceScorer) -> dict[str, float]:
     unbiased estimate, `drawn/kl_error` its standard error over responses. Empty if the two models
     render prompts differently, or if the temperature was not 1.
     """
-    question, responses = measured.question, measured.both(sampled=True)[1].tokens
-    prompts = question.prompts.tokens
-    if question.temperature != 1.0 or prompts != question.base_prompts.tokens:
+    sides, responses = measured.question.sides, measured.served.sampled[0].tokens
+    prompts = sides[0].prompts
+    if measured.question.temperature != 1.0 or prompts != sides[1].prompts:
         return {}
-    assert question.base is not None
-    now, before = (
-        scorer.token_logprobs(model, prompts, responses)
-        for model in (question.served, question.base)
-    )
+    now, before = (scorer.token_logprobs(side.model, prompts, responses) for side in sides)
     sums_S = np.array([sum(a) - sum(b) for a, b in zip(now, before, strict=True)])
     count = sum(map(len, now))
     error = float(sums_S.std(ddof=1)) * len(sums_S) ** 0.5 / count if len(sums_S) > 1 else 0.0
     return {"drawn/kl": float(sums_S.sum()) / count, "drawn/kl_error": error}
 
 
-def score(
-    reward: Path,
-    measured: Measured,
-    texts: tuple[Sequence[str], Sequence[str]],
-    scorer: ReferenceScorer,
+def _scored(
+    reward: Path, measured: Measured, texts: Texts, scorer: ReferenceScorer
 ) -> tuple[dict[str, float], dict[int, tuple[float, float]]]:
     """Return metrics of the rewards of both models' responses, and the rewards by prompt.
 
@@ -235,33 +250,35 @@ def score(
 
 
 def _conversations(
-    reward: Path,
-    measured: Measured,
-    texts: tuple[Sequence[str], Sequence[str]],
-    scorer: ReferenceScorer,
+    reward: Path, measured: Measured, texts: Texts, scorer: ReferenceScorer
 ) -> list[list[list[int]]]:
     """Return token ids of prompts with responses, for each of the two models.
 
     A reward model that renders the prompts to other token ids gets the responses as texts, in its
     own chat template.
     """
-    question = measured.question
-    assert question.rows is not None
-    rendered = scorer.encode(reward, question.rows).tokens
-    if rendered == question.base_prompts.tokens == question.prompts.tokens:
+    rows, sides = measured.question.rows, measured.question.sides
+    assert rows is not None
+    rendered = scorer.encode(reward, rows).tokens
+    if all(rendered == side.prompts for side in sides):
         return [
             [[*prompt, *ids] for prompt, ids in zip(rendered, responses.tokens, strict=True)]
             for responses in measured.both(sampled=True)
         ]
-    questions = [question_of(row) for row in question.rows]
+    questions = [question_of(row) for row in rows]
+    return [
+        scorer.encode_whole(
+            reward,
+            [
+                chat([*row["messages"], {"role": "assistant", "content": text.strip()}], row)
+                for row, text in zip(questions, side, strict=True)
+            ],
+        )
+        for side in texts
+    ]
 
-    def answered(row: Chat, text: str) -> Chat:
-        return chat([*row["messages"], {"role": "assistant", "content": text.strip()}], row)
 
-    return [scorer.encode_whole(reward, list(map(answered, questions, side))) for side in texts]
-
-
-def read_pairs_in_order(out: Path, scores: Sequence[tuple[float, float]]) -> dict[str, float]:
+def order_of_pairs(out: Path, scores: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Write `pairs.jsonl`, and return the share of pairs whose chosen answer scores higher."""
     _write(out / PAIRS, ({"chosen": chosen, "rejected": rejected} for chosen, rejected in scores))
     right = sum(chosen > rejected for chosen, rejected in scores) / len(scores)
@@ -272,30 +289,3 @@ def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def describe(metrics: Mapping[str, float]) -> str:
-    """Return exact match and rewards as text for the log, as far as they were measured."""
-    names = {"exact match": "eval", "reward": "scored"}
-    return "".join(
-        f"{name} {metrics[f'{key}/before']:.3f} before, {metrics[f'{key}/after']:.3f} after, "
-        for name, key in names.items()
-        if f"{key}/before" in metrics
-    )
-
-
-def numbers(measured: Measured) -> dict[str, float]:
-    """Return the metrics of every smoke test with held-out prompts."""
-    question, agreement, after = measured.question, measured.agreement, measured.served.after
-    metrics = {
-        **{f"drift/{name}": value for name, value in asdict(measured.drift).items()},
-        "greedy/equal": float(agreement.equal),
-        "greedy/ties": float(agreement.ties),
-        "greedy/differences": float(len(agreement.differences)),
-        "tokens_per_s": after.tokens_per_s,
-        "engine_load_s": measured.served.load_s,
-    }
-    if question.rows is not None:  # a raw text has no place to stop
-        metrics["stop_rate"] = sum(after.stopped) / len(after.stopped)
-        metrics["eval/left_out"] = float(question.left_out)
-    return metrics

@@ -151,35 +151,27 @@ class ReferenceScorer:
         """Return the token ids of plain texts, at most `limit` of each."""
         return self.perform(encode_texts, tokenizer, texts, limit)
 
-    def greedy(
-        self, model: ModelRef, prompts: Tokens, *, max_new_tokens: int, eos: Sequence[int]
-    ) -> Generated:
-        """Generate greedily, one prompt at a time, until an id in `eos` or the limit."""
-        return self.perform(requests.greedy, model, prompts, max_new_tokens, eos)
-
-    def sample(
+    def generate(
         self,
         model: ModelRef,
         prompts: Tokens,
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        eos: Sequence[int],
+        most: int,
+        stops: Sequence[int],
+        temperature: float = 0.0,
     ) -> Generated:
-        """Sample a response to each prompt; the same prompts give the same responses."""
-        return self.perform(requests.sample, model, prompts, max_new_tokens, temperature, eos)
+        """Generate at most `most` tokens for each prompt, until an id in `stops`.
+
+        Greedily, or sampled at the temperature: the same prompts give the same responses.
+        """
+        if temperature:
+            return self.perform(requests.sample, model, prompts, most, temperature, stops)
+        return self.perform(requests.greedy, model, prompts, most, stops)
 
     def token_logprobs(
         self, model: ModelRef, prompts: Tokens, responses: Tokens
     ) -> list[list[float]]:
         """Return the log-probability of each token of each response, in nats."""
         return self.perform(requests.token_logprobs, model, prompts, responses)
-
-    def layer_errors(
-        self, model: ModelRef, quantized: Path, rows: Tokens
-    ) -> list[tuple[str, float]]:
-        """Return the relative output error of each layer once quantised, the largest first."""
-        return self.perform(requests.layer_errors, model, quantized, rows)
 
     def encode(
         self,

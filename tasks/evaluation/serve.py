@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,15 @@ class Responses:
 
 @dataclass(frozen=True)
 class Served:
-    """Results of an engine."""
+    """Results of an engine; responses are those of `Question.sides`."""
 
     fingerprint: Fingerprint
-    after: Responses
-    before: Responses | None = None  # of the base; None without one
+    greedy: list[Responses] = field(default_factory=list)
+    sampled: list[Responses] = field(default_factory=list)  # empty without a temperature
     # number of conversations that the engine's own tokenizer and chat template render to other
     # token ids; None if it has none of its own
     rendered_differently: int | None = None
     load_s: float = 0.0  # seconds to load the folder, without imports
-    sampled_after: Responses | None = None  # None without a temperature
-    sampled_before: Responses | None = None  # None without a temperature or a base
     checks: tuple[Check, ...] = ()
 
 
@@ -59,38 +57,32 @@ def serve_with_vllm(
 
     Raises StageProcessError if vLLM did not start or crashed.
     """
-    served = Job(
-        served=str(question.served.path),
-        out="",
-        prompts=question.prompts.tokens,
-        max_new_tokens=settings.max_new_tokens,
-        max_model_len=length_of(question, settings),
-        reference=str(question.reference),
-        chats=question.chats,
-        dtype=question.served.dtype,
-        tensor_parallel=settings.tensor_parallel,
-        temperature=question.temperature,
-    )
-    jobs = [served]
-    if question.base is not None:
-        base = replace(
-            served,
-            served=str(question.base.path),
-            prompts=question.base_prompts.tokens,
-            stop=question.base_stops,
-            reference=None,
-            chats=None,
+    shared: dict[str, Any] = {
+        "out": "",
+        "max_new_tokens": settings.max_new_tokens,
+        "max_model_len": length_of(question, settings),
+        "dtype": question.served.model.dtype,
+        "tensor_parallel": settings.tensor_parallel,
+        "temperature": question.temperature,
+    }
+    jobs = [
+        Job(
+            served=str(question.served.model.path),
+            prompts=question.served.prompts,
+            reference=str(question.reference),
+            chats=question.chats,
+            **shared,
         )
-        jobs.append(base)
-    after, *before = _run(jobs, settings, out, child, log, log_path)
+    ]
+    if (base := question.base) is not None:
+        jobs.append(Job(str(base.model.path), prompts=base.prompts, stop=base.stops, **shared))
+    results = _run(jobs, settings, out, child, log, log_path)
     return Served(
-        fingerprint=Fingerprint.load(out / FINGERPRINT),
-        after=_responses(after["served"]),
-        before=_responses(before[0]["served"]) if before else None,
-        rendered_differently=after["rendered_differently"],
-        load_s=after["load_s"],
-        sampled_after=_sampled(after),
-        sampled_before=_sampled(before[0]) if before else None,
+        Fingerprint.load(out / FINGERPRINT),
+        [_responses(result["served"]) for result in results],
+        [_responses(result["drawn"]) for result in results if "drawn" in result],
+        rendered_differently=results[0]["rendered_differently"],
+        load_s=results[0]["load_s"],
     )
 
 
@@ -132,31 +124,24 @@ def _run(
     return results
 
 
+def _responses(generated: Mapping[str, Any]) -> Responses:
+    stopped = [reason == "stop" for reason in generated["reasons"]]
+    return Responses(generated["tokens"], stopped, generated["seconds"])
+
+
 def serve_with_transformers(
     question: Question, settings: Smoke, *, out: Path, scorer: ReferenceScorer
 ) -> Served:
     """Serve with transformers in the reference child, one sequence at a time."""
-    fingerprint = scorer.fingerprint(question.served, question.reference, out / FINGERPRINT)
-    models = [(question.served, question.prompts, question.prompts.eos)]
-    if question.base is not None:
-        models.append((question.base, question.base_prompts, question.base_stops))
-    most, temperature = settings.max_new_tokens, question.temperature
-    greedy, sampled = list[Responses](), list[Responses]()
-    for model, prompts, stops in models:
-        made = scorer.greedy(model, prompts.tokens, max_new_tokens=most, eos=stops)
-        greedy.append(_ended(made, stops))
-        if temperature is not None:
-            made = scorer.sample(
-                model, prompts.tokens, max_new_tokens=most, temperature=temperature, eos=stops
-            )
-            sampled.append(_ended(made, stops))
-    return Served(
-        fingerprint,
-        after=greedy[0],
-        before=greedy[1] if len(greedy) > 1 else None,
-        sampled_after=sampled[0] if sampled else None,
-        sampled_before=sampled[1] if len(sampled) > 1 else None,
-    )
+    model, most = question.served.model, settings.max_new_tokens
+    served = Served(scorer.fingerprint(model, question.reference, out / FINGERPRINT))
+    for side in question.sides:
+        what = side.model, side.prompts, most, side.stops
+        served.greedy.append(_ended(scorer.generate(*what), side.stops))
+        if question.temperature is not None:
+            made = scorer.generate(*what, question.temperature)
+            served.sampled.append(_ended(made, side.stops))
+    return served
 
 
 def _ended(generated: Generated, stops: Sequence[int]) -> Responses:
@@ -164,18 +149,9 @@ def _ended(generated: Generated, stops: Sequence[int]) -> Responses:
     return Responses(generated.tokens, stopped, generated.seconds)
 
 
-def _responses(generated: Mapping[str, Any]) -> Responses:
-    stopped = [reason == "stop" for reason in generated["reasons"]]
-    return Responses(generated["tokens"], stopped, generated["seconds"])
-
-
-def _sampled(result: Mapping[str, Any]) -> Responses | None:
-    return _responses(result["drawn"]) if "drawn" in result else None
-
-
 def length_of(question: Question, settings: Smoke) -> int:
     """Return the maximum number of tokens that an engine needs for all prompts and probes."""
-    prompts = (*question.prompts.tokens, *question.base_prompts.tokens)
+    prompts = [prompt for side in question.sides for prompt in side.prompts]
     lengths = [len(prompt) + settings.max_new_tokens for prompt in prompts]
     lengths += [len(probe) + 1 for probe in Fingerprint.load(question.reference).probes]
     return settings.max_model_len or max(lengths) + HEADROOM

@@ -69,14 +69,16 @@ def serve_over_http(
     if it refuses a request.
     """
 
+    limit = settings.timeout_s or time_limit([question.served.model.path])
+    length = length_of(question, settings)
+
     @contextmanager
     def server_of(folder: Path) -> Iterator[Server]:
-        length, limit = length_of(question, settings), settings.timeout_s or time_limit([folder])
         file = gguf_file(folder)
         if file is None:
             server = running(
-                folder, settings, limit,
-                dtype=question.served.dtype, max_model_len=length, log=log, log_path=log_path,
+                folder, settings, limit, dtype=question.served.model.dtype,
+                max_model_len=length, log=log, log_path=log_path,
             )  # fmt: skip
         else:
             port = http_server.free_port()
@@ -93,33 +95,26 @@ def serve_over_http(
                 yield LlamaCppServer(client)
 
     reference = reference_of(question, scorer)
-    began = time.perf_counter()
-    with server_of(question.served.path) as server:
-        load_s = time.perf_counter() - began
-        longest = max(map(len, reference.sequences))
-        asked = Asked(server, NAME, None, reference, profile, positions=longest)
-        fingerprint = fingerprint_of(reference.trained, asked.aligned(NAME))
-        fingerprint.save(out / FINGERPRINT)
-        checks = run_checks(asked)
-        prompts = question.prompts.tokens
-        after = responses(server, prompts, settings, question.temperature)
-    before: list[Responses | None] = [None, None]
-    if question.base is not None:
-        with server_of(question.base.path) as server:
-            prompts, stops = question.base_prompts.tokens, question.base_stops
-            before = responses(server, prompts, settings, question.temperature, stops)
-    assert after[0] is not None
+    greedy, sampled, temperature = list[Responses](), list[Responses](), question.temperature
+    for side in question.sides:
+        began = time.perf_counter()
+        with server_of(side.model.path) as server:
+            is_first = side is question.served
+            if is_first:
+                load_s = time.perf_counter() - began
+                longest = max(map(len, reference.sequences))
+                asked = Asked(server, NAME, None, reference, profile, positions=longest)
+                fingerprint = fingerprint_of(reference.trained, asked.aligned(NAME))
+                fingerprint.save(out / FINGERPRINT)
+                checks = run_checks(asked)
+            # The folder's own EOS ids have to end the responses of the model under test.
+            stops = [] if is_first else side.stops
+            greedy.append(responses(server, side.prompts, settings, 0.0, stops))
+            if temperature is not None:
+                sampled.append(responses(server, side.prompts, settings, temperature, stops))
     differing = (check.measured.get("differing", 0) for check in checks if check.code == "template")
-    return Served(
-        fingerprint,
-        after[0],
-        before[0],
-        int(next(differing, 0)),
-        load_s,
-        after[1],
-        before[1],
-        checks=tuple(map(smoke_check, checks)),
-    )
+    verdicts = tuple(map(smoke_check, checks))
+    return Served(fingerprint, greedy, sampled, int(next(differing, 0)), load_s, verdicts)
 
 
 def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
@@ -127,13 +122,13 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
 
     The tokens are those of transformers. The smoke test compares them with training's own.
     """
-    trained, served = Fingerprint.load(question.reference), question.served.path
+    trained, served = Fingerprint.load(question.reference), question.served.model.path
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
     if question.chats is not None:
-        conversations, rendered = question.chats, question.prompts.tokens
+        conversations, rendered = question.chats, question.served.prompts
         texts = [str(chat["messages"][-1]["content"]) for chat in conversations[:TEXTS]]
     else:
-        texts = scorer.decode(served, question.prompts.tokens[:TEXTS])
+        texts = scorer.decode(served, question.served.prompts[:TEXTS])
         conversations, rendered = _public(served, scorer)
     ids = scorer.encode_texts(served, texts, limit=1 << 20)
     unscored = [
@@ -152,7 +147,7 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
         if len(tokens) <= _TEXT_TOKENS
     ]
     tokens = token_facts(served)
-    tokens["tokenizer"]["eos_token_id"] = list(question.prompts.eos)
+    tokens["tokenizer"]["eos_token_id"] = list(question.served.stops)
     facts = {"tokens": tokens, "longest_row": max(map(len, trained.probes))}
     return Reference(probes, trained, None, facts, served, tuple(unscored))
 
@@ -199,26 +194,23 @@ def responses(
     server: Server,
     prompts: Sequence[Sequence[int]],
     settings: Smoke,
-    temperature: float | None,
-    stops: Sequence[int] = (),
-) -> list[Responses | None]:
-    """Return greedy responses, and sampled ones if there is a temperature."""
-    options: dict[str, Any] = {"stop_token_ids": list(stops), **_NEUTRAL}
+    temperature: float,
+    stops: Sequence[int],
+) -> Responses:
+    """Return a response to each prompt."""
+    options: dict[str, Any] = {"stop_token_ids": stops, "temperature": temperature, **_NEUTRAL}
 
-    def generate(temperature: float) -> Responses:
-        def respond(numbered: tuple[int, Sequence[int]]) -> Generated:
-            seed, prompt = numbered
-            sampling = {**options, "temperature": temperature, "seed": seed}
-            (made,) = server.generate(NAME, list(prompt), settings.max_new_tokens, **sampling)
-            return made
+    def respond(numbered: tuple[int, Sequence[int]]) -> Generated:
+        seed, prompt = numbered
+        most = settings.max_new_tokens
+        (made,) = server.generate(NAME, list(prompt), most, seed=seed, **options)
+        return made
 
-        began = time.perf_counter()
-        made = parallel(respond, list(enumerate(prompts)), AT_ONCE)
-        seconds = time.perf_counter() - began
-        stopped = [response.finish == "stop" for response in made]
-        return Responses([list(response.ids or ()) for response in made], stopped, seconds)
-
-    return [generate(0.0), None if temperature is None else generate(temperature)]
+    began = time.perf_counter()
+    made = parallel(respond, list(enumerate(prompts)), AT_ONCE)
+    seconds = time.perf_counter() - began
+    stopped = [response.finish == "stop" for response in made]
+    return Responses([list(response.ids or ()) for response in made], stopped, seconds)
 
 
 def smoke_check(check: Row) -> Check:

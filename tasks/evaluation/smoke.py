@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift
-from tasks.drift.verdict import Moved, limit_in, share_checks
+from tasks.drift.verdict import limit_in, share_checks
 from tasks.evaluation import checks
 from tasks.evaluation.checks import Agreement
 from tasks.evaluation.measuring import Explain, located
@@ -20,11 +19,8 @@ from tasks.evaluation.prompts import Question
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import Responses, Served, serve_with_transformers, serve_with_vllm
 from tasks.evaluation.serve_http import serve_over_http
-from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.serving.vllm.job import VllmChild
-
-ENGINES = ("vllm", "server", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +51,14 @@ class Measured:
 
     def both(self, *, sampled: bool = False) -> tuple[Responses, Responses]:
         """Return the greedy (or sampled) responses of the model before training and of this one."""
-        served = self.served
-        before = served.sampled_before if sampled else served.before
-        after = served.sampled_after if sampled else served.after
-        assert before is not None
-        assert after is not None
+        after, before = self.served.sampled if sampled else self.served.greedy
         return before, after
 
-    def texts(
-        self, scorer: ReferenceScorer, *, sampled: bool = False
-    ) -> tuple[list[str], list[str]]:
+    def texts(self, scorer: ReferenceScorer, *, sampled: bool = False) -> list[list[str]]:
         """Return the same responses as texts."""
-        before, after = self.both(sampled=sampled)
-        assert self.question.base is not None
-        old = scorer.decode(self.question.base.path, before.tokens)
-        return old, scorer.decode(self.question.served.path, after.tokens)
+        sides = reversed(self.question.sides)
+        both = zip(sides, self.both(sampled=sampled), strict=True)
+        return [scorer.decode(side.model.path, made.tokens) for side, made in both]
 
 
 def measure(
@@ -80,40 +69,39 @@ def measure(
     Raises StageProcessError if the engine did not start or crashed.
     """
     reference, scorer = Fingerprint.load(question.reference), tools.scorer
+    model, is_engine = question.served.model, settings.engine != "transformers"
     logs: dict[str, Any] = {"out": out, "log": log, "log_path": tools.log_path}
-    if settings.engine == "transformers":
+    if not is_engine:
         served = serve_with_transformers(question, settings, out=out, scorer=scorer)
     elif settings.engine == "server":
         path = tools.llama_cpp
         served = serve_over_http(question, settings, profile, scorer=scorer, llama_cpp=path, **logs)
     else:
         served = serve_with_vllm(question, settings, child=tools.vllm, **logs)
-    dtype = question.served.dtype
-    limit, moved = limit_in(profile, reference, dtype), drift(reference, served.fingerprint, dtype)
+    limit = limit_in(profile, reference, model.dtype)
+    moved = drift(reference, served.fingerprint, model.dtype)
     appeared_at, in_engine = "", False
     if moved.beyond(limit):
-        appeared_at, in_engine = who_moved(question, settings.engine, profile, tools)
+        appeared_at, in_engine = who_moved(question, settings.engine, profile, scorer)
     drifted = located(
         checks.drift_check(moved, limit, appeared_at),
-        question.served if in_engine else tools.before,
-        question.served,
+        model if in_engine else tools.before,
+        model,
         reference.probes,
         tools.explain,
         engine="vllm" if in_engine else "transformers",  # never blamed itself
     )
     verdicts = [drifted, *share_checks(question.reference, served.fingerprint, limit)]
-    prompts = question.prompts.tokens[: len(reference.probes)]
-    if settings.engine == "transformers":  # they are the same tokens
-        agreement = Agreement(len(prompts), 0, ())
-    else:
+    prompts = question.served.prompts[: len(reference.probes)]
+    agreement = Agreement(len(prompts), 0, ())  # of transformers with itself
+    if is_engine:
         most = min(settings.greedy_tokens, settings.max_new_tokens)
-        expected = scorer.greedy(
-            question.served, prompts, max_new_tokens=most, eos=question.prompts.eos
-        )
+        stops = question.served.stops
+        expected = scorer.generate(model, prompts, most, stops)
         noise = checks.engine_noise(reference, served.fingerprint)
-        tokens = served.after.tokens[: len(prompts)]
+        tokens = served.greedy[0].tokens[: len(prompts)]
         agreement = checks.compare_greedy(
-            tokens, expected.tokens, expected.candidates, noise, dtype
+            tokens, expected.tokens, expected.candidates, noise, model.dtype
         )
         verdicts.append(checks.greedy_check(agreement, settings.greedy_tokens))
     notes = {
@@ -124,37 +112,15 @@ def measure(
 
 
 def who_moved(
-    question: Question, engine: str, profile: DriftLimit, tools: Tools
+    question: Question, engine: str, profile: DriftLimit, scorer: ReferenceScorer
 ) -> tuple[str, bool]:
     """Return what changed the model, after a failed drift check, and True if it is the engine."""
     reference = Fingerprint.load(question.reference)
-    model = replace(question.served, float32=reference.arithmetic == "float32")
+    model = replace(question.served.model, float32=reference.arithmetic == "float32")
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
-        path = Path(folder) / "served.fp"
-        seen = tools.scorer.fingerprint(model, question.reference, path)
+        seen = scorer.fingerprint(model, question.reference, Path(folder) / "served.fp")
     limit = limit_in(profile, reference, seen.arithmetic)
     if drift(reference, seen, model.dtype).beyond(limit):
         text = "the served folder: transformers sees it moved too, so it changed after convert"
         return text, False
     return f"serve: transformers finds the folder unmoved, {engine} computes something else", True
-
-
-def write_report(
-    out: Path,
-    settings: Smoke,
-    verdicts: Sequence[Check],
-    metrics: Mapping[str, float],
-    moved: Moved,
-    causes: Mapping[str, Any],
-) -> StageReport:
-    """Write `report.json` into `out`, and return the report of the stage."""
-    notes = {"engine": settings.engine, "settings": asdict(settings), **causes}
-    document = {
-        "engine": settings.engine,
-        "checks": [check.as_dict() for check in verdicts],
-        "metrics": metrics,
-        "notes": notes,
-        **asdict(moved),
-    }
-    (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    return StageReport("report", tuple(verdicts), metrics, notes, moved)

@@ -11,8 +11,7 @@ from tasks.audit.run import audit
 from tasks.core.errors import PlumblineError
 from tasks.delivery.examination import examine
 from tasks.delivery.plan import Request, Target, prepare
-from tasks.delivery.source import given_adapters
-from tasks.weights.perform import perform
+from tasks.delivery.source import read_sources
 from tests.audit.corpus import Corpus
 from tests.audit.corpus.broken_models import BROKEN_MODELS
 from tests.audit.corpus.broken_served import BROKEN_SERVED
@@ -29,12 +28,12 @@ NEVER = {
 def refused(folder: Path, base: Path | None) -> str:
     """Return why `deliver` refuses the folder from headers; "" if it plans the delivery."""
     try:
-        given, adapters = given_adapters(str(folder), [])
-        if given.kind == "adapter" and base is None:
+        checkpoint, adapters = read_sources(str(folder), [])
+        if checkpoint.kind == "adapter" and base is None:
             return ""  # nothing to compare with
-        examine([folder], None if given.kind == "model" else base)
+        examine([folder], None if checkpoint.kind == "model" else base)
         target = Target("bfloat16", 10**9)
-        prepare(Request(given, base, target, None, None, perform, tuple(adapters)))
+        prepare(Request(checkpoint=checkpoint, base=base, target=target, adapters=tuple(adapters)))
     except PlumblineError as error:
         return error.message
     return ""

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from flows.chain import stages as chain_stages
+from flows.chain import handoff
 from flows.chain.steps import chain_steps, compose
 from flows.cli.config import compose_config
 from flows.cli.plan import render
 from flows.cli.vocabulary import CONF, experiments
-from flows.delivery import stages as delivery_stages
 from flows.orchestration import devices
 from tasks.config.checks import findings
 from tasks.config.checks.memory import (
@@ -165,9 +164,9 @@ def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch
     for composed, needs, count in (
         (served, Needs.RANKS, 4),
         (served, Needs.DEVICE, 1),
-        (served, chain_stages.SMOKE.needs, 8),
-        (served, delivery_stages.SMOKE.needs, 8),
-        (sampled, chain_stages.REINFORCE.needs, 8),
+        (served, handoff.SMOKE.needs, 8),
+        (served, handoff.SMOKE.needs, 8),
+        (sampled, handoff.REINFORCE.needs, 8),
         (shared, Needs.RANKS, 2),
     ):
         uuids = [gpu.uuid for gpu in machine.gpus()[:count]]

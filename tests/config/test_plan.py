@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flows.chain import stages as chain_stages
+from flows.chain import handoff
 from flows.chain.steps import Step
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
@@ -55,14 +55,14 @@ def test_the_plan_names_every_stage_in_order(tmp_path: Path, overrides: tuple[st
 def test_finished_stages_are_recognised_by_their_keys(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "+exp=sft_qlora")
     assert dict(forecast(Step("", composed)))["train"] == "to run"  # its inputs have no digests yet
-    base = publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
-    data = publish_planned(composed, "prepare_data", chain_stages.DATA.kind)
+    base = publish_planned(composed, "prepare_base", handoff.BASE.kind)
+    data = publish_planned(composed, "prepare_data", handoff.DATA.kind)
     planned = dict(forecast(Step("", composed)))
     assert planned["prepare_base"] == f"up to date: {base}"
     assert planned["prepare_data"] == f"up to date: {data}"
     assert planned["train"].startswith("to run: ")
     assert planned["gather"] == "to run"
-    shards = publish_planned(composed, "train", chain_stages.TRAIN.kind)
+    shards = publish_planned(composed, "train", handoff.TRAIN.kind)
     assert dict(forecast(Step("", composed)))["train"] == f"up to date: {shards}"
     forced = composed_in(tmp_path, "+exp=sft_qlora", "force=[train]")
     assert dict(forecast(Step("", forced)))["train"] == f"to run (forced): {shards}"
@@ -77,11 +77,11 @@ def test_the_limit_of_cut_rows_applies_to_a_reused_result(tmp_path: Path) -> Non
     """The limit is in no key: a change trains nothing again, and a tighter limit applies."""
     exp = ["+exp=sft_qlora", "train.max_len=99"]
     composed = composed_in(tmp_path, *exp, "data.max_truncated=0.5")
-    publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
-    publish_planned(composed, "prepare_data", chain_stages.DATA.kind)
+    publish_planned(composed, "prepare_base", handoff.BASE.kind)
+    publish_planned(composed, "prepare_data", handoff.DATA.kind)
     counts = {"read": 10, "truncated": 3, "fits_99": 0, "fits_all": 200}
     key = publish_planned(
-        composed, "train", chain_stages.TRAIN.kind, data={"train": counts, "heldout": {}}
+        composed, "train", handoff.TRAIN.kind, data={"train": counts, "heldout": {}}
     )
     assert dict(forecast(Step("", composed)))["train"] == f"up to date: {key}"
     looser = composed_in(tmp_path, *exp, "data.max_truncated=0.3")

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from flows.chain import stages as chain_stages
+from flows.chain import handoff
 from flows.chain.dry_run import DryRun
 from flows.chain.run_chain import _deliver
 from flows.chain.steps import Step, chain_steps, compose
@@ -91,8 +91,8 @@ def test_the_plan_of_three_steps() -> None:
 def test_a_stage_of_one_step_is_forced(tmp_path: Path) -> None:
     runs = f"paths.runs={tmp_path / 'runs'}"
     composed = compose(["+exp=sft_qlora", runs])
-    publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
-    publish_planned(composed, "prepare_data", chain_stages.DATA.kind)
+    publish_planned(composed, "prepare_base", handoff.BASE.kind)
+    publish_planned(composed, "prepare_data", handoff.DATA.kind)
     for force, state in (("other", "up to date: "), ("sft", "to run (forced): ")):
         arguments = ["+exp=sft_qlora", runs, f"force=[{force}.prepare_data]"]
         composed = compose(arguments)

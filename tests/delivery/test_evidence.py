@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.delivery.comparing import _losses
 from tasks.delivery.evidence import Precision, find_evidence
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_as_trained
@@ -184,7 +183,7 @@ def foreign(adapter: Path, tmp_path: Path) -> Path:
 
 EIGHT = {**SWIFT, **FOUR, "quant_bits": 8}
 REFUSED: dict[str, tuple[dict[str, str], list[str]]] = {
-    "no evidence": ({}, [f"merge.base={each}" for each in ("original", "dequantized", "compare")]),
+    "no evidence": ({}, [f"merge.base={each}" for each in ("original", "dequantized")]),
     "contradictions": (
         {"args.json": json.dumps(SWIFT), "README.md": OLD_CARD},
         ["args.json: tuner_type: lora", "README.md: load_in_4bit: true"],
@@ -218,28 +217,3 @@ def test_a_delivery_goes_by_the_trainers_files(here, foreign, base, tmp_path) ->
     notes = json.loads((tmp_path / "out" / "manifest.json").read_text())["notes"]
     assert notes["merge_base"]["base"] == "dequantized"
     assert str(record) in notes["merge_base"]["decided_by"]
-
-
-@pytest.mark.slow
-def test_both_merges_are_measured(here: Run, foreign: Path, base: Path, tmp_path: Path) -> None:
-    done = here(f"source={foreign}", f"base={base}", "merge.base=compare", "smoke.probes=4")
-    assert "tokens of 4 texts" in done.output
-    assert "mean KL" in done.output
-    assert "nats per token" in done.output
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_loss_tells_only_beyond_its_spread() -> None:
-    for gains, advice in (
-        ([0.1, 0.12, 0.09, 0.11], "training saw the dequantized base"),
-        ([-0.1, -0.12, -0.09, -0.11], "training saw the original base"),
-        ([0.4, -0.3, 0.2, -0.35], "the loss does not tell"),
-    ):
-        original = [[-1.0, -2.0, -1.5]] * len(gains)
-        dequantized = [[logprob + gain for logprob in original[0]] for gain in gains]
-        first, second = _losses(original, dequantized, trained=True)
-        assert "original 1.5000" in first
-        assert f"difference {sum(gains) / len(gains):+.4f}" in first
-        assert advice in second
-        assert "training saw the" not in list(_losses(original, dequantized, trained=False))[1]

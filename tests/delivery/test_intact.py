@@ -13,7 +13,7 @@ import pytest
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.delivery.base import folder_identity
-from tasks.delivery.stages import find_tokens
+from tasks.delivery.tokens import find_tokens
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.rl.reward_model import model_digest
 from tasks.weights.files.folder import foreign_entries

@@ -1,10 +1,10 @@
-"""Checkpoints by the trainers themselves: LLaMA-Factory, ms-swift, verl, OpenRLHF.
+"""Reward models and grown embeddings by the trainers themselves; policies: tests/witness.
 
     PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh
     PLUMBLINE_PEERS=~/peers .venv/bin/python -m pytest -m peers tests/delivery/test_peers.py
 
 Each trainer runs in its own environment below $PLUMBLINE_PEERS; without it, its tests are skipped.
-LLaMA-Factory, ms-swift and verl's merger run by their command lines; save_peers.py does the rest.
+LLaMA-Factory and ms-swift run by their command lines; save_peers.py does the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.delivery.conftest import Done
-from tests.delivery.making import merged_as_trained, merged_by_peft
+from tests.delivery.making import merged_by_peft
 from tests.delivery.peers import SAVER, make_place, run_peer, train_llamafactory, train_swift
 from tests.delivery.test_heads import head_artifact
 from tests.weights.adapters.making import quiet
@@ -50,30 +50,6 @@ def assert_equal(ours: Tensors, theirs: Tensors) -> None:
     assert [key for key, tensor in ours.items() if not rounded_alike(tensor, theirs[key])] == []
 
 
-def moved(ours: Tensors, base: Path) -> int:
-    """Return how many tensors differ from those of the base: none would be a vacuous test."""
-    before = state_of(base)
-    return sum(key in before and not torch.equal(t, before[key]) for key, t in ours.items())
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-def test_llamafactory_names_no_base(here, bits, place, tmp_path) -> None:
-    """LoRA and QLoRA leave the same files, so deliver asks for merge.base."""
-    base = place / "base"
-    source = train_llamafactory(
-        place, f"sft-{bits}", **({"quantization_bit": bits} if bits else {})
-    )
-    asked = here(f"source={source}", f"base={base}", code=2)
-    assert "merge.base=original for LoRA, merge.base=dequantized for QLoRA" in asked.output
-    chosen = "dequantized" if bits else "original"
-    here(f"source={source}", f"base={base}", f"merge.base={chosen}")
-    ours = state_of(tmp_path / "out")
-    with quiet():
-        wanted = merged_as_trained(base, source) if bits else merged_by_peft(base, source, 0)
-    assert_equal(ours, wanted)
-    assert moved(ours, base) >= 4
-
-
 def test_llamafactory_with_new_tokens(here: Run, place: Path, tmp_path: Path) -> None:
     """`add_tokens` with `resize_vocab`: both embeddings are grown and saved in full."""
     base = place / "base"
@@ -98,22 +74,6 @@ def test_llamafactory_reward_model(here: Run, place: Path, tmp_path: Path) -> No
     assert all(torch.equal(head[name].to(tensor), tensor) for name, tensor in theirs.items())
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_swift_names_the_base(here: Run, bits: int | None, place: Path, tmp_path: Path) -> None:
-    """The args.json of ms-swift decides between the original and the dequantized base."""
-    base = place / "base"
-    options = ("--quant_method", "bnb", "--quant_bits", "4") if bits else ()
-    source = train_swift(place, f"sft-{bits}", "sft", *options)
-    done = here(f"source={source}", f"base={base}")
-    chosen = "the dequantized base, nf4" if bits else "the original base"
-    assert f"merge into: {chosen} ({source / 'args.json'}" in done.output
-    ours = state_of(tmp_path / "out")
-    with quiet():
-        wanted = merged_as_trained(base, source) if bits else merged_by_peft(base, source, 0)
-    assert_equal(ours, wanted)
-    assert moved(ours, base) >= 14
-
-
 def test_swift_reward_model(here: Run, place: Path, tmp_path: Path) -> None:
     """`modules_to_save: [v_head, ...]` names modules that the model lacks; peft tolerates it."""
     from peft import PeftModel
@@ -136,27 +96,6 @@ def test_swift_reward_model(here: Run, place: Path, tmp_path: Path) -> None:
         if name in ours
     }
     assert_equal(ours, wanted)
-
-
-def test_verl_merger(here: Run, place: Path, tmp_path: Path) -> None:
-    """The "merged" model is the base and is refused; `lora_adapter` beside it is delivered."""
-    base, actor, merged = place / "base", place / "verl" / "actor", place / "verl" / "merged"
-    run_peer(
-        "verl", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(SAVER), "verl", str(base), str(actor), cwd=place / "work-verl",
-    )  # fmt: skip
-    run_peer(
-        "verl", "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir",
-        str(actor), "--target_dir", str(merged), cwd=place / "work-verl",
-    )  # fmt: skip
-    refused = here(f"source={merged}", f"base={base}", code=2)
-    assert str(merged / "lora_adapter") in refused.output
-    assert not (tmp_path / "out").exists()
-    source = merged / "lora_adapter"
-    here(f"source={source}", f"base={base}", "merge.base=original")
-    ours = state_of(tmp_path / "out")
-    assert_equal(ours, merged_by_peft(base, source, 0))
-    assert moved(ours, base) == 14
 
 
 @pytest.mark.parametrize("kind", ["reward", "critic"])

@@ -236,6 +236,7 @@ def test_a_second_delivery_does_nothing_and_weights_are_written_once(
     assert second.read_bytes() == content, "a write to the source changes nothing that is served"
     here(*arguments)
     assert stored.read_bytes() == content, "the altered artifact is made again"
+    assert first.read_bytes() == content, "and so is OUT, which was altered with it"
 
     out = tmp_path / "second"  # another model takes its place only when it is asked for
     words = (f"source={other}", f"out={out}")

@@ -80,22 +80,6 @@ def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
     assert Fingerprint.load(tmp_path / "g.fp").steps.tobytes() == steps.tobytes()
 
 
-def test_files_of_the_first_version_are_read() -> None:
-    """Records lie beside checkpoints for years; these files were written by version 0.1.0."""
-    files = Path(__file__).parent / "files"
-    old = Fingerprint.load(files / "fingerprint.fp")
-    assert (old.probes, old.engine, old.arithmetic) == (((5, 6, 7),), "trainer", "bfloat16")
-    assert np.exp(old.logprobs) == pytest.approx(
-        np.array([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]]), abs=1e-7
-    )
-    assert old.ids.tolist() == [[0, 1, 2]] * 2
-    assert old.top1.tolist() == [0, 1]
-    assert old.steps is not None
-    assert old.steps.tolist() == [0.125, 0.0625]
-    scores = ScorePrint.load(files / "scores.json")
-    assert (scores.probes, scores.scores) == (((5, 6, 7),), (0.5,))
-
-
 def test_the_signal_of_an_adapter_is_half_the_variance_of_its_change() -> None:
     probes = tuple((1, number) for number in range(2, 8))
     change = 0.01
@@ -240,20 +224,3 @@ def test_a_context_counts_once_however_many_probes_share_it() -> None:
     assert drift(reference, replace(reference, top1=top1)).top1_agreement == pytest.approx(32 / 33)
     top1[1] = 1
     assert drift(reference, replace(reference, top1=top1)).top1_agreement == pytest.approx(31 / 33)
-
-
-@given(st.integers(0, 2**32 - 1), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-def test_two_roundings_of_the_same_logits_agree_everywhere(seed: int, dtype: torch.dtype) -> None:
-    """Half a step up or down in each engine, chosen by chance: never a disagreement."""
-    rng = np.random.default_rng(seed)
-    exact = rng.normal(0, 4, (16, 8)).astype(np.float32)
-    exact[:, 1] = exact[:, 0] = exact.max(axis=1) + 1  # the two best are the same number
-    name = str(dtype).removeprefix("torch.")
-    half = rounding_step(exact.max(axis=1, keepdims=True), name) / 2
-    probes = (tuple(range(17)),)
-    reference, new = (
-        of_logits(exact + half * rng.uniform(-0.99, 0.99, exact.shape).astype(np.float32),
-                  dtype, probes)
-        for _ in range(2)
-    )  # fmt: skip
-    assert agreeing(reference, new).all()

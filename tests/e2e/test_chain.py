@@ -16,7 +16,6 @@ from uuid import UUID
 
 import mlflow
 import pytest
-from huggingface_hub import ModelCard
 
 from tasks.config.checks.inputs import PEEK
 from tasks.drift.fingerprint import PROFILES, Fingerprint
@@ -80,7 +79,7 @@ def test_the_merge_went_into_the_dequantised_base(chain: Run) -> None:
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    assert open_artifact(chain.artifact("merge")).notes["merge_base"] == "dequantized"
+    assert open_artifact(chain.artifact("merge")).notes["merge_base"]["base"] == "dequantized"
     base, adapter, merged = (
         tensors_of(chain.artifact(name)) for name in ("prepare_base", "gather", "merge")
     )
@@ -119,19 +118,6 @@ def test_transformers_loads_what_is_served_with_no_key_left_over(chain: Run) -> 
     tokenizer = AutoTokenizer.from_pretrained(served)
     assert tokenizer.chat_template
     assert tokenizer.eos_token == "<|im_end|>"
-
-
-def test_the_hub_can_read_the_models_card(chain: Run) -> None:
-    card = ModelCard.load(Path(chain.summary["served"]) / "README.md")
-    assert {"plumbline", "vllm"} <= set(card.data.tags)
-    assert f"{chain.stage('convert')['handoff']['value']:.2g}" in card.text
-    assert str(chain.runs) not in card.text  # no path of this machine
-
-
-def test_the_output_ends_with_what_to_type_next(chain: Run) -> None:
-    after = chain.output.rpartition("served model: ")[2]
-    assert f"serve '{chain.summary['served']}'" in after  # quoted: the folder has a blank
-    assert (chain.runs / "reports" / chain.summary["run"] / "report.html").is_file()
 
 
 def test_mlflow_has_a_run_of_each_stage_with_its_proofs_and_no_weights(chain: Run) -> None:
@@ -323,11 +309,8 @@ def test_the_full_length_learns_and_its_curve_falls(rlhf: Callable[..., Run], ru
     assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.slow  # stages and ranks of both are tested in tests/training and tests/weights
-@pytest.mark.parametrize(("experiment", "steps"), [("lora_zero3", 15), ("sft_full", 40)])
-def test_other_experiments_hold_too(
-    experiment: str, steps: int, rlhf: Callable[..., Run], runs: Path
-) -> None:
-    done = rlhf(runs, f"+exp={experiment}", f"train.max_steps={steps}")  # of 100
-    check_chain(done, [s for s in STAGES if s != "merge" or experiment != "sft_full"])
+@pytest.mark.slow
+def test_a_full_fine_tuning_holds_too(rlhf: Callable[..., Run], runs: Path) -> None:
+    done = rlhf(runs, "+exp=sft_full", "train.max_steps=40")  # of 100
+    check_chain(done, [stage for stage in STAGES if stage != "merge"])
     assert done.summary["eval"]["after"] > done.summary["eval"]["before"]

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,11 +55,10 @@ def test_distance_and_rewards_are_those_of_the_sampled_ids(
 
     metrics = run(reward=judge, dtype="bfloat16").metrics  # as `load` computes
     prompts = scorer.encode(served, ROWS).tokens
-    how: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "eos": [END]}
     lines = (tmp_path / "out" / "drawn.jsonl").read_text().splitlines()
     replies = {}
     for when, folder in (("before", base), ("after", served)):
-        replies[when] = scorer.sample(ModelRef(folder), prompts, **how).tokens
+        replies[when] = scorer.generate(ModelRef(folder), prompts, NEW, [END], 1.0).tokens
         texts = [[*p, *r] for p, r in zip(prompts, replies[when], strict=True)]
         scores = scorer.rewards(ModelRef(judge, dtype=computing_dtype_of(judge)), texts)
         assert metrics[f"scored/{when}"] == pytest.approx(sum(scores) / len(scores), abs=1e-6)

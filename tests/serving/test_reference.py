@@ -34,7 +34,7 @@ def test_greedy_equals_generate(scorer: ReferenceScorer, served: Path) -> None:
 
     prompts = scorer.encode(served, [{"messages": m} for m in CONVERSATIONS[:3]])
     assert prompts.eos == [END]
-    generated = scorer.greedy(ModelRef(served), prompts.tokens, max_new_tokens=6, eos=prompts.eos)
+    generated = scorer.generate(ModelRef(served), prompts.tokens, 6, prompts.eos)
     model = load(served)
     for prompt, tokens, steps in zip(
         prompts.tokens, generated.tokens, generated.candidates, strict=True

@@ -16,7 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tasks.convert import convert
+from tasks.delivery.plan import Target, plan_trained
 from tasks.drift.fingerprint import PROFILES, Fingerprint
+from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef
 from tasks.gather import gather
 from tasks.merge import merge
@@ -27,9 +30,11 @@ from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
 from tasks.weights.lora import read_adapter
 from tasks.weights.merge import plan_adapters
+from tasks.weights.perform import perform
 from tasks.weights.plan import Planned
 from tasks.weights.quantized.nf4 import as_trained
 from tasks.weights.shards import rank_file
+from tasks.weights.write import parse_size
 from tests.tiny import tiny
 
 TEMPLATE = (
@@ -271,16 +276,52 @@ def gathered(root: Path, run: Path, base: Artifact) -> Path:
     return root
 
 
-def merged(out: Path, adapter: Path, base: Path, trained: Path, **options: Any) -> StageReport:
-    """Run the merge stage into an empty folder, rounding to nearest as peft does."""
-    settings = {
-        "base_mode": "auto",
-        "rounding": "nearest",
-        "score": copy_reference,
-        "profile": PROFILES["standard"],
-        "log": logging.getLogger("tests.weights"),
-    }
-    return merge(out, adapter=adapter, base=base, trained=trained, **{**settings, **options})
+def hand_off(
+    trained: Path,
+    weights: Path,
+    base: Path,
+    *,
+    base_mode: str = "auto",
+    rounding: str = "nearest",
+    dtype: str = "bfloat16",
+    max_shard_size: str = "5GB",
+    perform: Any = perform,
+) -> dict[str, Any]:
+    """Return the arguments of merge and convert; rounding is to nearest, as peft does."""
+    target = Target(dtype, parse_size(max_shard_size))
+    section = {"base": base_mode, "rounding": rounding}
+    planned = plan_trained(trained, weights, base, target, section, perform)
+    log = logging.getLogger("tests.weights")
+    return {"planned": lambda: planned, "perform": perform, "log": log}
+
+
+def merged(
+    out: Path, adapter: Path, base: Path, trained: Path, *, score: Any = None, **options: Any
+) -> StageReport:
+    """Run the merge stage into an empty folder."""
+    measuring = Measuring(score or copy_reference, adapter, PROFILES["standard"])
+    arguments = hand_off(trained, adapter, base, **options)
+    return merge(out, adapter=adapter, base=base, measuring=measuring, **arguments)
+
+
+def converted(
+    out: Path,
+    weights: Path,
+    trained: Path,
+    score: Any,
+    *,
+    reference: Path | None = None,
+    dtype: str = "bfloat16",
+    max_shard_size: str = "5GB",
+) -> StageReport:
+    """Run the convert stage into an empty folder; full weights have their own fingerprint."""
+    target: dict[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
+    arguments = hand_off(trained, weights, weights, **target)
+    measuring = Measuring(score, reference or weights, PROFILES["standard"])
+    limit = parse_size(max_shard_size)
+    return convert(
+        out, weights=weights, dtype=dtype, max_shard_bytes=limit, measuring=measuring, **arguments
+    )
 
 
 def planned(adapter: Path, base: Path, **settings: Any) -> Planned:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.convert import convert
-from tasks.drift.fingerprint import PROFILES, Drift, Fingerprint
+from tasks.core.errors import ContractError
+from tasks.drift.fingerprint import Drift, Fingerprint
 from tasks.pipeline.artifact import Origin, inventory, publish, staging
-from tasks.pipeline.report import StageReport
-from tests.weights.making import copy_reference, failed, state_of
+from tests.weights.making import converted, copy_reference, failed, state_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -27,18 +25,6 @@ def weights_copy(full_weights: Path, tmp_path: Path) -> Path:
     return shutil.copytree(full_weights, tmp_path / "weights")
 
 
-def _convert(out: Path, weights: Path, trained: Path, **other: Any) -> StageReport:
-    settings = {
-        "dtype": "bfloat16",
-        "max_shard_size": "5GB",
-        "score": _never,
-        "profile": PROFILES["standard"],
-        "log": logging.getLogger("tests.weights"),
-        "reference": weights,  # gathered full weights have their own fingerprint
-    }
-    return convert(out, weights=weights, trained=trained, **{**settings, **other})
-
-
 def _never(*_: object) -> Fingerprint:
     raise AssertionError("nothing changed, so nothing is to be measured")
 
@@ -46,7 +32,7 @@ def _never(*_: object) -> Fingerprint:
 def test_nothing_to_change_carries_bytes_and_drift_over(full_weights, full_run, tmp_path) -> None:
     final = tmp_path / "served"
     with staging(final) as work:
-        report = _convert(work, full_weights, full_run)
+        report = converted(work, full_weights, full_run, _never)
         publish(work, final, Origin(report.kind, "convert", "key"))
     assert failed(report.checks) == []
     made, source = final / "model.safetensors", full_weights / "model.safetensors"
@@ -60,7 +46,7 @@ def test_nothing_to_change_carries_bytes_and_drift_over(full_weights, full_run, 
 def test_resharding_keeps_every_byte_and_loads_in_transformers(full_weights, full_run, out) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    report = _convert(out, full_weights, full_run, max_shard_size="60KB")
+    report = converted(out, full_weights, full_run, _never, max_shard_size="60KB")
     assert failed(report.checks) == []
     assert report.notes["drift_carried_over"] is True
     files = sorted(out.glob("*.safetensors"))
@@ -81,15 +67,13 @@ def test_stop_ids_are_the_tokenizers_the_templates_and_the_bases(
 ) -> None:
     for name, ids in {"generation_config.json": [7, 2], "config.json": 9}.items():
         _edit(weights_copy / name, eos_token_id=ids)
-    _edit(weights_copy / "config.json", quantization_config={"quant_method": "bitsandbytes"})
-    report = _convert(out, weights_copy, full_run, score=copy_reference)
+    report = converted(out, weights_copy, full_run, copy_reference)
     assert failed(report.checks) == []
     for name in ("generation_config.json", "config.json"):
         document = json.loads((out / name).read_text())
         # <|endoftext|>, and <|im_end|> from the template; then the base's
         assert document["eos_token_id"] == [0, 2, 7, 9]
         assert document["pad_token_id"] == 3
-        assert "quantization_config" not in document
 
 
 def _edit(path: Path, **changes: Any) -> None:
@@ -106,19 +90,17 @@ def test_what_cannot_be_served_fails_by_name(weights_copy, full_run, out, tmp_pa
     tokenizer = trained / "tokenizer" / "tokenizer.json"
     tokens = json.loads(tokenizer.read_text())["added_tokens"]
     _edit(tokenizer, added_tokens=[*tokens, {"id": 300, "content": "<new>", "special": False}])
-    report = _convert(out, weights_copy, trained, score=copy_reference, dtype="float16")
-    wanted = {"values of model.norm.weight", HEAD, "tokenizer fits the embedding"}
-    assert set(failed(report.checks)) == wanted
+    report = converted(out, weights_copy, trained, copy_reference, dtype="float16")
+    assert set(failed(report.checks)) == {
+        "values of model.norm.weight",
+        HEAD,
+        "tokenizer fits the embedding",
+    }
 
     path.write_bytes(whole)
     _edit(config, tie_word_embeddings=False)  # without a head
-    shutil.copy(full_run / "tokenizer" / "tokenizer.json", tokenizer)
-    (trained / "tokenizer" / "chat_template.jinja").unlink()
-    (second := tmp_path / "second").mkdir()
-    report = _convert(second, weights_copy, trained, score=copy_reference)
-    assert set(failed(report.checks)) == {HEAD, "chat template"}
-
+    with pytest.raises(ContractError, match=HEAD):
+        converted(tmp_path / "second", weights_copy, full_run, copy_reference)
     _edit(config, tie_word_embeddings=True, vocab_size=301)
-    (third := tmp_path / "third").mkdir()
-    report = _convert(third, weights_copy, full_run, score=copy_reference)
-    assert set(failed(report.checks)) == {EMBEDDING, "config.json vocab_size"}
+    with pytest.raises(ContractError, match=EMBEDDING):
+        converted(tmp_path / "third", weights_copy, full_run, copy_reference)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,8 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.contract import Check
-from tasks.drift.fingerprint import PROFILES
-from tasks.merge import merge
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.perform import perform
 from tasks.weights.proof import Proof, State, planned, prove_merge
@@ -24,7 +21,7 @@ from tasks.weights.quantized.source import open_model
 from tasks.weights.write import write
 from tests.weights.adapters.making import save, train
 from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
-from tests.weights.making import NF4, copy_reference, failed, merged, state_of
+from tests.weights.making import NF4, failed, merged, state_of
 from tests.weights.making import planned as planned_by_us
 
 NAME = "model.layers.1.self_attn.v_proj.weight"
@@ -41,10 +38,7 @@ def _merged(out: Path, adapter: Path, base: Path, trained: Path, spoil=None) -> 
         return result
 
     out.mkdir()
-    report = merge(
-        out, adapter=adapter, base=base, trained=trained, base_mode="auto", score=copy_reference,
-        profile=PROFILES["standard"], log=logging.getLogger("tests.weights"), perform=working,
-    )  # fmt: skip
+    report = merged(out, adapter, base, trained, rounding="unbiased", perform=working)
     (check,) = [check for check in report.checks if check.name == "sampled rows"]
     assert check.ok or failed(report.checks) == ["sampled rows"]
     return check

@@ -251,7 +251,7 @@ def test_an_adapter_that_was_not_gathered_names_the_shards_beside_it(here, work,
     source = tmp_path / "checkpoint-1"
     parameters = work.trained.named_parameters()
     live = {name: each.detach().float() for name, each in parameters if each.requires_grad}
-    write_zero(source, [live], 2, 2, 2)
+    write_zero(source, live, 2)
     names = load_file(work.adapter / "adapter_model.safetensors")
     save_file({name: torch.empty(0) for name in names}, source / "adapter_model.safetensors")
     shutil.copy(work.adapter / "adapter_config.json", source)

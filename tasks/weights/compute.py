@@ -69,9 +69,7 @@ def compute(op: Op, sources: Sources, written: Written) -> Blocks:
 
 
 def needs_torch(op: Op, sources: Sources) -> bool:
-    """Return True if torch computes or casts the tensor."""
-    if op.kind == "cast":
-        return not bits.casts(op.source_dtype, op.dtype)
+    """Return True if torch computes the tensor."""
     return op.kind == "compute" and _kernel_term(op, sources) is None
 
 

@@ -22,20 +22,12 @@ SAVED = r"(^|.*\.){}($|\..*)"
 LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 
 _HUGE = 1 << 31
-_PEFT = "merge it with peft's merge_and_unload"
+_PEFT = "merge it with peft's merge_and_unload, or serve it unmerged"
 _REFUSED = {
-    "layer_replication": "the model has more layers than the base; replicate the base first",
-    "alora_invocation_tokens": "it acts on some tokens only, so no weight equals it: serve it "
-    "unmerged",
-    "use_qalora": "its A works on pooled inputs of a GPTQ layer, which no dense weight equals: "
-    "serve it unmerged",
-    "lora_bias": f"the bias of a lora_B: {_PEFT}",
-    "use_bdlora": f"its factors are block-diagonal: serve it unmerged, or {_PEFT}",
-    "arrow_config": "a router picks experts for each token, so no single weight equals it: serve "
-    "it unmerged",
-    "kasa_config": f"it removed singular values from the base, which this merge does not: {_PEFT}",
-    "megatron_config": "its layers are Megatron layers: convert it to the transformers model first",
-}
+    "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config",
+    "kasa_config", "megatron_config", "lora_bias", "velora_config", "monteclora_config",
+}  # fmt: skip
+"""Settings with which no merge of ours equals the adapter."""
 _MUTATING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisers (or their prefixes) that also change the base weights."""
 _PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -44,8 +36,6 @@ _HARMLESS = {
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config", "qalora_group_size", "runtime_config", "fan_in_fan_out",
-    # Backward pass and noise in training: the stored pair is a plain one.
-    "velora_config", "monteclora_config",
 }  # fmt: skip
 
 
@@ -213,10 +203,10 @@ def _short(value: Any) -> str:
 
 
 def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
-    for key, reason in _REFUSED.items():
-        if raw.get(key):
-            yield f"{key}={_short(raw[key])} is not supported: {reason}"
-    for key in sorted(set(raw) - _READ - _HARMLESS - set(_REFUSED)):
+    for key in sorted(_REFUSED & set(raw)):
+        if raw[key]:
+            yield f"{key}={_short(raw[key])} is not supported: {_PEFT}"
+    for key in sorted(set(raw) - _READ - _HARMLESS - _REFUSED):
         if raw[key] not in (None, False, [], {}, ""):
             yield f"{key}={_short(raw[key])} is no LoRA setting of peft 0.21: its effect is unknown"
     init = raw.get("init_lora_weights", True)

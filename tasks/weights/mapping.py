@@ -11,7 +11,6 @@ transformers can load: old or new, with or without prefix.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from typing import Any
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
-_NEAR = 5
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,7 @@ def trace(model: Any, disk: Shapes) -> Mapped:
     unread = {key: disk[key] for key in strangers if ignored and ignored.search(key)}
     missing = _missing(model, live, slots)
     findings += [f"{k}: missing, {list(shape)}" for k, shape in missing.items() if k not in disk]
-    unexpected = [key for key in strangers if key not in unread]
-    for at, key in enumerate(unexpected):
-        # A search through all names is slow, and the first few hints are enough.
-        near = difflib.get_close_matches(key, [*missing, *live], n=1) if at < _NEAR else []
-        hint = f"; near: {near[0]}" if near else ""
-        findings.append(f"{key}: the model has no place for it{hint}")
+    findings += [f"{k}: the model has no place for it" for k in strangers if k not in unread]
     order = {key: at for at, key in enumerate(disk)}
     slots.sort(key=lambda slot: (order[slot.key], slot.live, slot.start))
     return Mapped(tuple(slots), unread, missing, tuple(findings))
@@ -162,11 +155,8 @@ def _slots(name: str, traced: Traced, live: Shapes, disk: Shapes) -> Iterator[Sl
     if name not in live:
         raise ValueError("made by the conversion, but the model has no such tensor")
     if traced.shape != live[name]:
-        keys = sorted({box.key for box in traced.boxes})
-        raise ValueError(
-            f"the model has {list(live[name])}, {', '.join(keys[:3])}"
-            f"{' ...' if len(keys) > 3 else ''} make {list(traced.shape)}"
-        )
+        key, made = traced.boxes[0].key, list(traced.shape)
+        raise ValueError(f"the model has {list(live[name])}, {key} and others make {made}")
     for box in traced.boxes:
         if not _contiguous(box.shape, traced.shape):
             raise ValueError(f"{box.key} is scattered over {name}")
@@ -225,13 +215,9 @@ class Traced:
         """Number of axes."""
         return len(self.shape)
 
-    def dim(self) -> int:
-        """Return the number of axes."""
-        return len(self.shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or the length of an axis."""
-        return self.shape if dim is None else self.shape[dim]
+    def size(self, dim: int) -> int:
+        """Return the length of an axis."""
+        return self.shape[dim]
 
     def contiguous(self) -> Traced:
         """Return the tensor itself: memory layout does not matter here."""
@@ -279,9 +265,7 @@ def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
 
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     axis = dim % tensors[0].ndim
-    rest = {(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in tensors}
-    if len(rest) != 1:
-        raise _differ(tensors)
+    _require_equal(tensors, [(*t.shape[:axis], *t.shape[axis + 1 :]) for t in tensors])
     at, boxes = 0, []
     for tensor in tensors:
         for box in tensor.boxes:
@@ -292,8 +276,7 @@ def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
 
 def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     axis = dim % (tensors[0].ndim + 1)
-    if len({tensor.shape for tensor in tensors}) != 1:
-        raise _differ(tensors)
+    _require_equal(tensors, [tensor.shape for tensor in tensors])
 
     def widen(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         return (*values[:axis], value, *values[axis:])
@@ -305,13 +288,13 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     return _cat([Traced(widen(t.shape, 1), [wide(b) for b in t.boxes]) for t in tensors], axis)
 
 
-def _differ(tensors: Sequence[Traced]) -> ValueError:
-    """Return the error for shapes that cannot be joined, with one key for each shape."""
-    shapes: dict[Shape, str] = {}
-    for tensor in tensors:
-        shapes.setdefault(tensor.shape, tensor.boxes[0].key)
-    text = ", ".join(f"{key} {list(shape)}" for shape, key in shapes.items())
-    return ValueError(f"cannot join shapes that differ: {text}")
+def _require_equal(tensors: Sequence[Traced], shapes: Sequence[Shape]) -> None:
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        if shape != shapes[0]:
+            first, other = tensors[0].boxes[0].key, tensor.boxes[0].key
+            raise ValueError(
+                f"cannot join {first} {list(tensors[0].shape)} and {other} {list(tensor.shape)}"
+            )
 
 
 def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:

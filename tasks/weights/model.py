@@ -14,7 +14,7 @@ a `Perform`, where a warm process can answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from tasks.weights.pickled.torch_file import is_pickled_model, read_model
 from tasks.weights.quantized.config_fields import is_decodable, without_quantization
 from tasks.weights.quantized.source import read_base
 
-LINEAR, CONV1D, EMBEDDING, CONVOLUTION, OTHER = "linear", "conv1d", "embedding", "conv", "other"
-"""Kinds of modules: "conv1d" is GPT-2's linear layer, weights (in, out); "conv" a convolution."""
+LINEAR, CONV1D, EMBEDDING, OTHER = "linear", "conv1d", "embedding", "other"
+"""Kinds of modules: "conv1d" is GPT-2's linear layer, weights (in, out)."""
 _SINGLE = f"{WEIGHTS}.safetensors"
 
 
@@ -111,6 +111,20 @@ def _layout_in(folder: Path, packed: bool) -> Shapes | None:
     return {name: tuple(info.shape) for name, info in source.items()}
 
 
+def live_model(model: Any) -> Model:
+    """Describe a transformers model without any checkpoint."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    modules = {name: module for name, module in model.named_modules() if name}
+    return Model(
+        {name: tuple(tensor.shape) for name, tensor in parameters},
+        {name: _kind(module) for name, module in modules.items()},
+        {str(alias): str(to) for alias, to in model.all_tied_weights_keys.items()},
+        frozenset(n for n, module in modules.items() if getattr(module, "is_transposed", False)),
+        _name_of(model, model.get_input_embeddings()),
+        _name_of(model, model.get_output_embeddings()),
+    )
+
+
 def facts_of(model: Any, disk: Shapes | None = None) -> Model:
     """Describe a transformers model and a layout of its checkpoints."""
     mapped = trace(model, default_layout(model) if disk is None else disk)
@@ -123,8 +137,8 @@ def facts_of(model: Any, disk: Shapes | None = None) -> Model:
     shapes |= {key: (shape, None) for key, shape in {**mapped.unread, **mapped.missing}.items()}
     quantized = set(quantized_names(model))
     towers = tuple(f"{module}." for module in other_towers(model))
-    return Model(
-        **parts_of(model),
+    return replace(
+        live_model(model),
         towers=tuple(name for name in model.state_dict() if towers and name.startswith(towers)),
         slots=mapped.slots,
         tensors=tuple(Expected(key, *rest) for key, rest in shapes.items() if key not in tied),
@@ -137,35 +151,11 @@ def facts_of(model: Any, disk: Shapes | None = None) -> Model:
     )
 
 
-def live_model(model: Any) -> Model:
-    """Describe a transformers model without any checkpoint."""
-    return Model(**parts_of(model))
-
-
-def parts_of(model: Any) -> dict[str, Any]:
-    """Return the fields of `Model` that describe a transformers model in memory."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    modules = {name: module for name, module in model.named_modules() if name}
-    return {
-        "parameters": {name: tuple(tensor.shape) for name, tensor in parameters},
-        "modules": {name: _kind(module) for name, module in modules.items()},
-        "ties": {str(k): str(v) for k, v in model.all_tied_weights_keys.items()},
-        "transposed": frozenset(n for n, m in modules.items() if getattr(m, "is_transposed", 0)),
-        "input_embedding": _name_of(model, model.get_input_embeddings()),
-        "output_embedding": _name_of(model, model.get_output_embeddings()),
-    }
-
-
 def _kind(module: Any) -> str:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    kinds: dict[Any, str] = {
-        nn.Linear: LINEAR,
-        Conv1D: CONV1D,
-        nn.Embedding: EMBEDDING,
-        (nn.Conv1d, nn.Conv2d, nn.Conv3d): CONVOLUTION,
-    }
+    kinds = {nn.Linear: LINEAR, Conv1D: CONV1D, nn.Embedding: EMBEDDING}
     return next((kind for cls, kind in kinds.items() if isinstance(module, cls)), OTHER)
 
 
@@ -212,19 +202,10 @@ _LAYERS: Mapping[str, Mapping[str, str]] = {
     # architecture -> tensors of a layer in the model's order -> shape in symbols (see `_sizes`)
     "LlamaForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
     "MistralForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
-    "GraniteForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
     "Qwen2ForCausalLM": {**_BIASED, **_MLP, **_NORMS},
     "Qwen3ForCausalLM": {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_NORMS},
     "Gemma2ForCausalLM": {**_ATTENTION, **_MLP, **_NORMS, **_AROUND},
     "Gemma3ForCausalLM": {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_NORMS, **_AROUND},
-    "Olmo2ForCausalLM": {
-        **_ATTENTION,
-        "self_attn.q_norm.weight": "q",
-        "self_attn.k_norm.weight": "kv",
-        **_MLP,
-        "post_attention_layernorm.weight": "h",
-        "post_feedforward_layernorm.weight": "h",
-    },
     "Phi3ForCausalLM": {
         "self_attn.o_proj.weight": "h q",
         "self_attn.qkv_proj.weight": "qkv h",

@@ -20,14 +20,11 @@ _BY_ITS_CODE = (
 )  # fmt: skip
 """Exceptions that a model class may raise for sizes that do not fit each other."""
 
-MAX_LAYERS = 2_000
-"""Published models have up to about 1,000."""
-MAX_EXPERTS = 20_000
-"""Published models have up to 16,384, where experts are rows of a table; others about 500."""
-MAX_PARTS = 600_000
+_LIMITS = {"layers": 2_000, "experts": 20_000}
+"""Published models have up to about 1,000 layers, and 16,384 experts as rows of a table."""
+_MAX_PARTS = 600_000
 """Layers times experts."""
-_LAYERS = re.compile(r"(.*_)?(layers?|depth|blocks)")
-_EXPERTS = re.compile(r"(.*_)?experts")
+_COUNTED = re.compile(r"(?:.*_)?(?:(layers?|depth|blocks)|experts)")
 _DEEPEST = 4
 
 
@@ -37,19 +34,16 @@ def oversized(config: Mapping[str, Any]) -> str:
     With `num_hidden_layers: 1000000000` transformers makes a list of so many names before the first
     layer, and the model on the meta device would fill all memory.
     """
-    layers, experts = 1, 1
+    most = {"layers": 1, "experts": 1}
     for name, value in _numbers(config, _DEEPEST):
-        shown = value if value < 10**18 else "of more than 18 digits"
-        if _LAYERS.fullmatch(name):
-            layers = max(layers, value)
-            if value > MAX_LAYERS:
-                return f"{name} {shown}, models have up to {MAX_LAYERS}"
-        elif _EXPERTS.fullmatch(name):
-            experts = max(experts, value)
-            if value > MAX_EXPERTS:
-                return f"{name} {shown}, models have up to {MAX_EXPERTS}"
-    if layers * experts > MAX_PARTS:
-        return f"{layers} layers of {experts} experts, models have up to {MAX_PARTS} together"
+        if match := _COUNTED.fullmatch(name):
+            kind = "layers" if match[1] else "experts"
+            most[kind] = max(most[kind], value)
+            if value > _LIMITS[kind]:
+                shown = value if value < 10**18 else "of more than 18 digits"
+                return f"{name} {shown}, models have up to {_LIMITS[kind]}"
+    if most["layers"] * most["experts"] > _MAX_PARTS:
+        return f"{most['layers']} layers of {most['experts']} experts"
     return ""
 
 

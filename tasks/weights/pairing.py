@@ -30,8 +30,6 @@ _COPIES = re.compile(
     r"|\.token_adapter\.trainable_tokens_original$"
 )
 """Infixes of the copies that peft stores beside the trained tensor of a wrapped embedding."""
-_TRAINING = re.compile(r"\.lora_(velora_embed|monteclora_sampler)(\.|$)")
-"""Training state of VeLoRA and MonteCLoRA, stored beside a plain pair."""
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?!\.dev)")
 
 
@@ -293,8 +291,6 @@ class Pairing:
 
     def _copy(self, key: str) -> tuple[str, str]:
         """Return why a tensor may be left out, and the tensor that it repeats; "" for none."""
-        if _TRAINING.search(key):
-            return "training state, which a merged model does not need", ""
         plain = _COPIES.sub(".", key)
         if plain != key and (plain in self.wanted or key.endswith("trainable_tokens_original")):
             original = plain if ".modules_to_save." in key else ""

@@ -17,7 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.core.contract import TensorLike
-from tasks.weights.files.dtypes import ITEM_BITS, is_float
+from tasks.weights.files.dtypes import ITEM_BITS, casts, is_float
 from tasks.weights.files.reader import WEIGHTS, files_of
 from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.rounding import GRIDS
@@ -162,12 +162,13 @@ class Op:
 
     @property
     def kind(self) -> Kind:
-        """Kind: "copy" moves bytes, "cast" changes only the dtype, "compute" is all else."""
+        """Kind: "copy" moves bytes, "cast" only rounds them to nearest, "compute" is all else."""
         if self.terms or self.transpose or self.encoding or self.is_decoded:
             return "compute"
         if self.dtype == self.source_dtype:
             return "copy"
-        return "compute" if self.unbiased and self.dtype in GRIDS else "cast"
+        plain = casts(self.source_dtype, self.dtype)
+        return "cast" if plain and not (self.unbiased and self.dtype in GRIDS) else "compute"
 
     @property
     def input(self) -> str:

@@ -39,7 +39,7 @@ from tasks.core.files import copy_file
 from tasks.weights.compute import compute, memory, needs_torch, opened, source_bytes
 from tasks.weights.files import dtypes as bits
 from tasks.weights.files.documents import artifact_name
-from tasks.weights.files.dtypes import ITEM_BITS, cast, casts, torch_dtype
+from tasks.weights.files.dtypes import ITEM_BITS, cast
 from tasks.weights.files.reader import WEIGHTS, read_header
 from tasks.weights.files.tensors import Sources, tensor_of, write_at
 from tasks.weights.plan import Op, Plan
@@ -310,21 +310,11 @@ def _moved(op: Op, sources: Sources, written: Written) -> Iterator[NDArray[np.ui
             raw = buffer[: min(BLOCK, reader.nbytes - at)]
             reader.into(raw, at)
             if op.kind == "cast":
-                raw = _cast(raw, op)
+                raw = cast(raw, op.source_dtype, op.dtype)
             written.nonfinite += bits.nonfinite(raw, op.dtype)
             zero = zero and bits.all_zero(raw, op.dtype)
             yield raw
     written.all_zero = zero
-
-
-def _cast(raw: NDArray[np.uint8], op: Op) -> NDArray[np.uint8]:
-    if casts(op.source_dtype, op.dtype):
-        return cast(raw, op.source_dtype, op.dtype)
-    import torch
-
-    values = torch.from_numpy(raw).view(torch_dtype(op.source_dtype)).to(torch_dtype(op.dtype))
-    cast_bytes: NDArray[np.uint8] = values.view(torch.uint8).numpy()
-    return cast_bytes
 
 
 def _known_hash(op: Op, sources: Sources) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
-from tasks.drift.fingerprint import Drift, Fingerprint
-from tasks.pipeline.artifact import Origin, inventory, publish, staging
+from tasks.drift.fingerprint import Fingerprint
 from tests.weights.making import converted, copy_reference, failed, state_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -27,20 +25,6 @@ def weights_copy(full_weights: Path, tmp_path: Path) -> Path:
 
 def _never(*_: object) -> Fingerprint:
     raise AssertionError("nothing changed, so nothing is to be measured")
-
-
-def test_nothing_to_change_carries_bytes_and_drift_over(full_weights, full_run, tmp_path) -> None:
-    final = tmp_path / "served"
-    with staging(final) as work:
-        report = converted(work, full_weights, full_run, _never)
-        publish(work, final, Origin(report.kind, "convert", "key"))
-    assert failed(report.checks) == []
-    made, source = final / "model.safetensors", full_weights / "model.safetensors"
-    assert made.read_bytes() == source.read_bytes()
-    assert not os.path.samefile(made, source), "the source is in no store"
-    assert report.notes == {"linked": ["model.safetensors"], "drift_carried_over": True}
-    assert report.drift == Drift(0.0, 0.0, 0.0, 1.0, pytest.approx(1.0))
-    assert inventory(final)[0] == inventory(full_weights)[0]
 
 
 def test_resharding_keeps_every_byte_and_loads_in_transformers(full_weights, full_run, out) -> None:

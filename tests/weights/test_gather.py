@@ -181,15 +181,12 @@ class OnCpu(Here):
         return super().reference(replace(model, device="cpu"), out, **paths)
 
 
-@pytest.mark.parametrize("fault", ["none", "sign", pytest.param("engine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["none", "sign"])
 def test_on_other_hardware_only_float32_is_compared(run_copy, llama, out, fault: str) -> None:
     path = run_copy / "fingerprint.fp"
     live = replace(Fingerprint.load(path), measured_on={"device": "cuda", "name": "NVIDIA H100"})
     if fault == "sign":
         alter_ranks(run_copy, 3, [0], _scale("layers.0", -1))
-    if fault == "engine":  # a fused kernel in training: the same weights, other numbers
-        logits = torch.from_numpy(live.logprobs * 1.2)
-        live = replace(live, logprobs=logits.log_softmax(-1).numpy())
     live.save(path)
     scorer = OnCpu()
     checks = _gather(out, run_copy, llama, scorer).checks

@@ -65,11 +65,8 @@ O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 FAULTS = {
     # fault: (checks that find it)
     "module skipped": {"rows", "drift"},
-    "lora_B of a layer zeroed": {"rows", "drift", "share"},
     "adapter twice": {"rows", "drift", "share"},
-    "half of alpha": {"rows", "drift", "share"},
     "other base": {"rows", "drift"},
-    "transposed": {"rows", "drift"},
     "a module of 210 skipped": {"rows"},
     "one expert of a mixture skipped": {"rows", "drift"},
 }
@@ -86,19 +83,15 @@ def _spoil(fault: str, base: Tensors, right: Tensors) -> Tensors:
         return {O_PROJ: base[O_PROJ]}
     if fault == "a module of 210 skipped":  # as light as in a deep model
         return times(0.98, O_PROJ)
-    if fault == "transposed":
-        return {O_PROJ: (base[O_PROJ] + (right[O_PROJ] - base[O_PROJ]).t()).contiguous()}
     if fault == "one expert of a mixture skipped":
         names = [name for name in right if ".layers.1." in name and ".experts.1." in name]
         assert len(names) == 3
         return {name: base[name] for name in names}
-    if fault == "lora_B of a layer zeroed":
-        return {name: base[name] for name in right if ".layers.1." in name}
     if fault == "other base":
         made = torch.Generator().manual_seed(0)
         noise = {n: torch.randn(t.shape, generator=made) for n, t in right.items() if t.dim() > 1}
         return {name: (right[name] + 0.02 * each).bfloat16() for name, each in noise.items()}
-    return times(2.0 if fault == "adapter twice" else 0.5)
+    return times(2.0)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -25,7 +25,7 @@ from tests.weights.making import NF4, failed, merged, state_of
 from tests.weights.making import planned as planned_by_us
 
 NAME = "model.layers.1.self_attn.v_proj.weight"
-SIZES = (1.0, pytest.param(2.0**-6, marks=pytest.mark.slow), 2.0**-10)
+SIZES = (1.0, 2.0**-10)
 
 
 def _merged(out: Path, adapter: Path, base: Path, trained: Path, spoil=None) -> Check:
@@ -85,18 +85,6 @@ def test_faults_of_a_qlora_merge(fault, size, qwen, qlora_adapter, qlora_run, tm
     check = _merged(tmp_path / "out", adapter, qwen.path, qlora_run, spoil)
     assert check.ok == (fault == "none")
     assert check.ok or check.found.startswith(f"1 of 26 tensors are not: {NAME} (")
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("factor", [0.0, 0.98, 1.0, 1.02, 2.0])
-def test_faults_of_a_lora_merge(factor, size, llama, lora_adapter, lora_run, tmp_path) -> None:
-    adapter, change = _of_size(lora_adapter, size, tmp_path / "adapter")
-    base = state_of(llama.path)[NAME]
-    tensor = (base.double() + factor * change).to(base.dtype)
-    spoil = None if factor == 1.0 else lambda out: _write(out, tensor)
-    check = _merged(tmp_path / "out", adapter, llama.path, lora_run, spoil)
-    assert check.ok == (factor == 1.0)
-    assert check.ok or NAME in check.found
 
 
 O_PROJ, Q_PROJ = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "oq")

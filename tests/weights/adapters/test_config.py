@@ -32,7 +32,7 @@ def test_every_setting_of_peft_is_known() -> None:
 
     from tasks.weights.lora_config import _HARMLESS, _READ, _REFUSED
 
-    groups = (_READ, _HARMLESS, set(_REFUSED))
+    groups = (_READ, _HARMLESS, _REFUSED)
     assert sum(map(len, groups)) == len(set().union(*groups))
     assert {field.name for field in dataclasses.fields(LoraConfig)} == set().union(*groups)
 

@@ -41,15 +41,10 @@ PATTERNS = {
 FUSED_DORA = ["shared_experts.gate_proj", "experts.1.w1", "k_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"target_modules": [*MIXTRAL, "q_proj", "gate"], "use_rslora": True}),
-    "mixtral, dora": ("mixtral", {"target_modules": ["w1", "v_proj"], "use_dora": True}),
     "mixtral, patterns": ("mixtral", {"target_modules": MIXTRAL, **PATTERNS}),
     "mixtral, saved": (
         "mixtral",
         {"target_modules": ["w1"], "modules_to_save": ["gate", "experts.2.w2", "lm_head"]},
-    ),
-    "qwen2_moe": (
-        "qwen2_moe",
-        {"target_modules": [*QWEN, "gate", "shared_expert_gate", "embed_tokens"]},
     ),
     "minimax_m3": ("minimax_m3", {"target_modules": FUSED_DORA, "use_dora": True}),
 }

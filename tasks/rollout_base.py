@@ -19,7 +19,7 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import copy_side_file, model_files
 from tasks.weights.lora import Changes
-from tasks.weights.merge import BASE, MergeSettings, plan_merge
+from tasks.weights.merge import BASE, plan_merge
 from tasks.weights.model import model_facts
 from tasks.weights.perform import Perform
 from tasks.weights.plan import with_output
@@ -65,12 +65,8 @@ def write_rollout_base(
     check_quantization(quantization)
     facts = perform(model_facts, base, dtype)
     weights = read_base(base)
-    packed = any(tensor.packed for tensor in weights.values())
     dequantize = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
-    settings = MergeSettings() if packed else MergeSettings(
-        quantization=dequantize, quantized=frozenset(facts.quantized)
-    )  # fmt: skip
-    plan = plan_merge(weights, facts, Changes(), settings)
+    plan = plan_merge(weights, facts, Changes(), quantization=dequantize)
     plan = with_output(plan, weights, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES)
     perform(write, plan, {BASE: weights}, work)
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}

@@ -54,29 +54,26 @@ BASE = "base"
 """Name of the base among the inputs of a plan."""
 
 
-@dataclass(frozen=True)
-class MergeSettings:
-    """Settings of a merge."""
-
-    dtype: str | None = None  # safetensors name for all floats; None keeps the dtype of each tensor
-    # 4-bit settings of training, as in `Op.quantization`, for the tensors that training stored in 4
-    # bits. With "base": "dequantized" they also apply to tensors that no adapter changes
-    quantization: Mapping[str, Any] | None = None
-    quantized: frozenset[str] = frozenset()  # keys of the tensors that training stored in 4 bits
-    rounding: Rounding = "unbiased"  # rounding of what the adapters change; see `rounding.py`
-
-
-_AS_IT_IS = MergeSettings()
-
-
 def plan_merge(
     base: Mapping[str, TensorLike],
     model: Model,
     changes: Changes,
-    settings: MergeSettings = _AS_IT_IS,
+    *,
+    quantization: Mapping[str, Any] | None = None,
+    rounding: Rounding = "unbiased",
 ) -> Plan:
-    """Plan a merge from headers alone. Raises ContractError with every finding."""
-    merging = _Merging(base, model, changes, settings)
+    """Plan a merge from headers alone.
+
+    Args:
+        quantization: 4-bit settings of training, as in `Op.quantization`, for the tensors that
+            training stored in 4 bits. With "base": "dequantized" they also apply to tensors that no
+            adapter changes.
+        rounding: rounding of what the adapters change; see `rounding.py`.
+
+    Raises:
+        ContractError: adapters and base do not fit; has every finding.
+    """
+    merging = _Merging(base, model, changes, quantization)
     # Changes with findings must not be used: their own findings are reported instead.
     ops = [] if changes.findings else list(merging.ops())
     findings = [*model.findings, *changes.findings, *merging.findings]
@@ -85,6 +82,8 @@ def plan_merge(
             f"merge: adapter and base do not fit: {first_and_more(findings)}",
             details=findings[:_SHOWN],
         )
+    if rounding == "unbiased":
+        ops = [replace(op, unbiased=bool(op.terms) or op.input != BASE) for op in ops]
     used = {op.source for op in ops}
     replaced = {
         source: f"replaced by {by}" for source, by in merging.replaced.items() if source not in used
@@ -130,7 +129,7 @@ def plan_adapters(
         config: config.json of the base, decoded.
         model_dtype: torch name of the dtype in which the model's class is built.
         dtype: safetensors name for all floats; None keeps the dtype of each tensor.
-        max_shard_bytes: limit of tensor data in one output file; None writes a single file.
+        max_shard_bytes: limit of tensor data in one output file; None leaves files and dtype open.
         quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
         reward: of a reward model, which has a single adapter; None for a language model. A base
             that is a reward model itself keeps its head; with another, the adapter has the full
@@ -148,9 +147,7 @@ def plan_adapters(
     total = changes(adapters, facts)
     if reward is not None:
         _require_head(opened, facts, total)
-    quantized = frozenset() if quantization is None else frozenset(facts.quantized)
-    settings = MergeSettings(dtype, quantization, quantized, rounding)
-    plan = plan_merge(tensors or opened, facts, total, settings)
+    plan = plan_merge(tensors or opened, facts, total, quantization=quantization, rounding=rounding)
     read = [adapter for adapter, _ in adapters]
     if values:
         require_values(read, total.copies)
@@ -163,7 +160,7 @@ def plan_adapters(
         how = reward.normalisation or normalisation_from(stated, "reward: config.json")
         merged = reward_config(config, name, how, reward.endings)
     if max_shard_bytes is not None:
-        plan = with_output(plan, opened, dtype=None, max_shard_bytes=max_shard_bytes)
+        plan = with_output(plan, opened, dtype=dtype, max_shard_bytes=max_shard_bytes)
     sources = {BASE: opened, **{adapter.name: adapter.tensors for adapter in read}}
     return Planned(plan, sources, merged, facts)
 
@@ -208,9 +205,11 @@ class _Merging:
         base: Mapping[str, TensorLike],
         model: Model,
         changes: Changes,
-        settings: MergeSettings,
+        quantization: Mapping[str, Any] | None,
     ) -> None:
-        self.base, self.model, self.changes, self.settings = base, model, changes, settings
+        self.base, self.model, self.changes = base, model, changes
+        self.quantization = quantization
+        self.quantized = set(model.quantized)
         self.changed = {*changes.terms, *changes.replacements}
         self.used: set[str] = set()
         self.findings: list[str] = []
@@ -227,19 +226,14 @@ class _Merging:
             if any(slot.shape != tuple(info.shape) for slot in of_key):
                 self.findings.append(f"{key}: is {list(info.shape)}, the model's facts differ")
                 continue
-            yield self._rounded(self._op(key, of_key))
+            yield self._op(key, of_key)
         self.findings += [f"{key}: not in the base" for key in slots]
-        yield from map(self._rounded, self._stored_apart())
+        yield from self._stored_apart()
         if not self.model.findings:  # these findings would only repeat them
             self.findings += [
                 f"{name}: changed by the adapter, but no tensor of the base contains it"
                 for name in sorted(self.changed - self.used)
             ]
-
-    def _rounded(self, op: Op) -> Op:
-        """Round what an adapter changes or replaces as the settings say."""
-        changed = bool(op.terms) or op.input != BASE
-        return replace(op, unbiased=changed and self.settings.rounding == "unbiased")
 
     def _op(self, key: str, slots: Sequence[Slot]) -> Op:
         if len(slots) == 1 and slots[0].whole:
@@ -252,7 +246,7 @@ class _Merging:
                     f"{slot.live}: changed by the adapter; stored fused with others in {key}, "
                     "which this merge cannot split: merge it with peft's merge_and_unload"
                 )
-        op = self._by_key(self._plain(key, key))
+        op = self._by_key(plain_op(key, f"{BASE}:{key}", self.base[key]))
         quantization = self._quantization(op, slots[0]) if slots else None
         if quantization is not None and quantization.get("base") == "dequantized":
             self.findings.append(f"{key}: fuses layers that training quantised one by one")
@@ -272,17 +266,13 @@ class _Merging:
         live = self._name(slot.live)
         if live != slot.live and live in self.changes.replacements:
             self.copied.append(name)
-        op = self._by_key(self._with(self._plain(name, key), slot, live))
+        plain = plain_op(name, f"{BASE}:{key}", self.base[key])
+        op = self._by_key(self._with(plain, slot, live))
         return replace(op, quantization=self._quantization(op, slot))
 
     def _name(self, live: str) -> str:
         """Return the name under which `Changes` lists a live tensor."""
         return live if live in self.changes.unties else self.model.ties.get(live, live)
-
-    def _plain(self, name: str, key: str) -> Op:
-        """Return the operation that writes base tensor `key` unchanged, in the output dtype."""
-        op, dtype = plain_op(name, f"{BASE}:{key}", self.base[key]), self.settings.dtype
-        return replace(op, dtype=dtype) if dtype and is_float(op.dtype) else op
 
     def _by_key(self, op: Op) -> Op:
         """Add the changes that name a part of a live tensor by its key on disk."""
@@ -339,13 +329,13 @@ class _Merging:
         They never apply to a tensor that an adapter replaces, nor to one that is stored in 4 bits:
         these are the bits that training used.
         """
-        quantization = self.settings.quantization
+        quantization = self.quantization
         if quantization is None or op.input != BASE or op.packed is not None:
             return None
         # The 4-bit loader also quantises GPT-2's Conv1D layers, transposed.
         module, _, leaf = slot.live.rpartition(".")
         turned = leaf == "weight" and self.model.modules.get(module) == CONV1D
-        if op.key not in self.settings.quantized and not turned:
+        if op.key not in self.quantized and not turned:
             return None
         quantization = {**quantization, "turned": True} if turned else quantization
         return quantization if op.terms or quantization.get("base") == "dequantized" else None

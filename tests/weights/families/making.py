@@ -13,7 +13,7 @@ import torch
 
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora import changes, read_adapter, require_values
-from tasks.weights.merge import MergeSettings, merged_config, plan_merge
+from tasks.weights.merge import merged_config, plan_merge
 from tasks.weights.model import model_facts
 from tasks.weights.model_class import auto_class
 from tasks.weights.plan import Plan
@@ -178,7 +178,6 @@ def merge(
     adapters: Path | Sequence[tuple[Path, float]],
     out: Path,
     rounding: Rounding = "nearest",
-    dtype: str | None = None,
 ) -> tuple[Plan, Executed]:
     """Merge on disk as the stage does: plan, validate, execute, recompute sampled rows."""
     pairs = [(adapters, 1.0)] if isinstance(adapters, Path) else adapters
@@ -187,8 +186,7 @@ def merge(
     total = changes(read, facts)
     require_values([adapter for adapter, _ in read], total.copies)
     sources = {"base": read_checkpoint(base), **{a.name: a.tensors for a, _ in read}}
-    settings = MergeSettings(rounding=rounding, dtype=dtype)
-    plan = plan_merge(sources["base"], facts, total, settings)
+    plan = plan_merge(sources["base"], facts, total, rounding=rounding)
     out.mkdir()
     done = write(plan, sources, out, workers=1)
     checked = recompute(plan, sources, read_checkpoint(out))

@@ -19,7 +19,7 @@ from tasks.core.errors import ArtifactError, ConfigError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora import Changes
-from tasks.weights.merge import MergeSettings, plan_merge
+from tasks.weights.merge import plan_merge
 from tasks.weights.model import model_facts
 from tasks.weights.quantized.nf4 import (
     RowsAsTrained,
@@ -132,9 +132,8 @@ def test_layers_of_gpt2_are_transposed(tmp_path: Path) -> None:
 
     facts = model_facts(plain)
     quantization = {**NF4, "loaded_dtype": "bfloat16", "base": "dequantized"}
-    settings = MergeSettings(quantization=quantization, quantized=frozenset(facts.quantized))
     sources = {"base": read_base(plain)}
-    plan = plan_merge(sources["base"], facts, Changes(), settings)
+    plan = plan_merge(sources["base"], facts, Changes(), quantization=quantization)
     (tmp_path / "merged").mkdir()
     write(plan, sources, tmp_path / "merged")
     assert same(state_of(tmp_path / "merged"), expected) == []

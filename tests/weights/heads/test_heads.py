@@ -1,4 +1,4 @@
-"""Reward models and reward adapters of every dialect: equal scores after conversion, refusals."""
+"""Policies are split from their value head; reward models of every dialect keep their scores."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
-from tasks.weights.heads import detect, read_folder
+from tasks.weights.heads import detect, read_folder, write_value_head
 from tasks.weights.lora import read_adapter
 from tasks.weights.merge import Reward, plan_adapters
-from tasks.weights.plan import Plan
 from tasks.weights.write import write
 from tests.weights.adapters.making import quiet, save, train
+from tests.weights.families.making import load
 from tests.weights.heads import making
-from tests.weights.heads.making import change_config, rewards, scores, serve
+from tests.weights.heads.making import change_config, head_tensors, rewards, scores, serve
 from tests.weights.making import state_of
 from tests.weights.rounding import near
-
-TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def convert(folder: Path, out: Path) -> dict[str, object]:
@@ -38,6 +36,53 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
     tensors = {**load_file(path), **changes}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("prefix", ["", "pretrained_model."])
+def test_a_trl_policy_and_its_head_are_split(tmp_path: Path, prefix: str) -> None:
+    model = making.save_trl(tmp_path / "ppo", "llama", prefix=prefix)
+    (head := tmp_path / "head").mkdir()
+    convert(tmp_path / "ppo", tmp_path / "policy")
+    write_value_head(detect(read_folder(tmp_path / "ppo")), head)
+    stored = load_file(head / "value_head.safetensors")
+    assert stored.keys() == head_tensors().keys()
+    assert all(torch.equal(stored[key], tensor) for key, tensor in head_tensors().items())
+    assert {path.name for path in head.iterdir()} == {"value_head.json", "value_head.safetensors"}
+    with torch.no_grad():
+        logits = load(tmp_path / "policy", torch.float32)(making.IDS).logits
+        assert torch.equal(logits, model(making.IDS).logits)
+    assert not [name for name in state_of(tmp_path / "policy") if "v_head" in name]
+
+
+def test_a_critics_head_keeps_its_normalisation(tmp_path: Path) -> None:
+    model = making.save_openrlhf(tmp_path / "c", "llama", name="CriticModel", mean=0.5, std=2.0)
+    (head := tmp_path / "head").mkdir()
+    detected = detect(read_folder(tmp_path / "c"))
+    with pytest.raises(ContractError, match="critic"):
+        serve(detected, head)
+    write_value_head(detected, head)
+    document = json.loads((head / "value_head.json").read_text())
+    assert (document["role"], document["mean"], document["std"]) == ("value", 0.5, 2.0)
+    stored = load_file(head / "value_head.safetensors")
+    assert torch.equal(stored["v_head.summary.weight"], model.score.weight)
+
+
+def test_folders_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
+    making.save_trl(tmp_path / "mixed", "qwen")
+    odd = {"pretrained_model.model.norm.weight": torch.ones(making.HIDDEN)}
+    change_tensors(tmp_path / "mixed", **odd)
+    making.save_llamafactory(tmp_path / "empty", "qwen")
+    side = tmp_path / "empty" / "value_head.safetensors"
+    save_file({"v_head.summary.weight": torch.zeros(0)}, side, metadata={"format": "pt"})
+    making.save_llamafactory(tmp_path / "two", "qwen")
+    torch.save(head_tensors(), tmp_path / "two" / "value_head.bin")
+    for folder, thing in (("mixed", "model.norm.weight"), ("empty", "ZeRO-3"), ("two", "two")):
+        with pytest.raises(ContractError, match=thing):
+            serve(detect(read_folder(tmp_path / folder)), tmp_path)
+    diverged = {name: torch.full_like(t, torch.nan) for name, t in head_tensors().items()}
+    save_file(diverged, side, metadata={"format": "pt"})
+    with pytest.raises(ContractError, match=r"v_head\.summary\.weight"):
+        write_value_head(detect(read_folder(tmp_path / "empty")), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +126,8 @@ def test_bias_buffers_and_padding_go_into_config(tmp_path: Path) -> None:
 
 def test_other_and_broken_models_are_refused(tmp_path: Path) -> None:
     def refused(folder: str) -> str:
-        out = tmp_path / f"{folder} out"
         with pytest.raises(ContractError) as caught:
-            convert(tmp_path / folder, out)
-        assert list(out.iterdir()) == []
+            convert(tmp_path / folder, tmp_path / f"{folder} out")
         return caught.value.report()
 
     making.save_openrlhf(tmp_path / "rm", "qwen", mean=1.0, std=-1.0)
@@ -93,8 +136,6 @@ def test_other_and_broken_models_are_refused(tmp_path: Path) -> None:
     text = refused("rm")
     for part in ("2 labels", "33 columns", "std is -1.0", "mean: 2.0"):
         assert part in text
-    making.save_openrlhf(tmp_path / "critic", "qwen", name="CriticModel")
-    assert "critic" in refused("critic")
     making.save_openrlhf(tmp_path / "lost", "qwen")
     change_tensors(tmp_path / "lost", **{"score.weight": None})
     assert "RewardModel" in refused("lost")
@@ -105,69 +146,30 @@ def test_other_and_broken_models_are_refused(tmp_path: Path) -> None:
     assert "language model" in refused("lm")
 
 
-def made(tmp_path: Path, family: str, **config: Any) -> tuple[Path, Path, Any]:
-    """Make a base, an adapter trained on it, and the trained model."""
-    from peft import LoraConfig
-
-    base = tmp_path / "base"
-    with quiet():
-        making.causal(family).save_pretrained(base)
-    wrapped = train(making.classifier(base), LoraConfig(r=4, **config))
-    return base, save(wrapped, tmp_path / "adapter"), wrapped
-
-
-def merge(base: Path, adapter: Path, out: Path) -> Plan:
-    """Plan, validate, execute, and write config.json."""
-    lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
-    parted = plan_adapters([(lora, 1.0)], base, config, model_dtype="float32", reward=Reward())
-    out.mkdir()
-    write(parted.plan, parted.sources, out, workers=1)
-    (out / "config.json").write_text(json.dumps(parted.config))
-    return parted.plan
-
-
-def merged_by_peft(wrapped: Any, out: Path) -> Any:
-    """Merge with peft, and require that the folder has the same tensors."""
-    with quiet():
-        merged = wrapped.merge_and_unload()
-    ours, theirs = state_of(out), merged.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    return merged
-
-
-@pytest.mark.parametrize(
-    ("family", "declared", "mean", "std"),
-    [("qwen", {"task_type": "SEQ_CLS"}, 0.5, 2.0), ("llama", {"modules_to_save": ["score"]}, 0, 1)],
-)
-def test_an_adapter_with_its_head_is_merged(tmp_path, family, declared, mean, std) -> None:
-    """The normalisation in a config.json beside the adapter is kept."""
-    base, adapter, wrapped = made(tmp_path, family, target_modules=TARGETS, **declared)
-    if std != 1:
-        beside = {**json.loads((base / "config.json").read_text()), "mean": mean, "std": std}
-        (adapter / "config.json").write_text(json.dumps(beside))
-    detected = detect(read_folder(adapter))
-    assert detected.head is not None
-    assert detected.is_of_reward
-    assert (detected.head.dialect, detected.head.role) == ("peft", "reward")
-    plan = merge(base, adapter, tmp_path / "out")
-    merged = merged_by_peft(wrapped, tmp_path / "out")
-    before = (rewards(merged, merged.score.weight.detach()) - mean) / std
-    assert near(scores(tmp_path / "out"), before)
-    dropped = set(plan.dropped)
-    assert dropped == ({"base:lm_head.weight"} if family == "llama" else set())
-
-
-@pytest.mark.parametrize("targets", ["all-linear", TARGETS])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
 def test_a_head_that_was_never_saved_is_refused(tmp_path: Path, targets: Any) -> None:
     """OpenRLHF trains `all-linear` without a task type, so the head's own weight is lost."""
-    base, adapter, wrapped = made(tmp_path, "qwen", target_modules=targets)
-    if targets == "all-linear":
+    from peft import LoraConfig
+
+    def merge(base: Path) -> None:
+        config = json.loads((base / "config.json").read_text())
+        made = plan_adapters([(read_adapter(adapter), 1.0)], base, config, **how)
+        write(made.plan, made.sources, out)
+
+    base, reward, out = (tmp_path / name for name in ("base", "reward", "out"))
+    how: dict[str, Any] = {"model_dtype": "float32", "reward": Reward()}
+    with quiet():
+        making.causal("qwen").save_pretrained(base)
+    wrapped = train(making.classifier(base), LoraConfig(r=4, target_modules=targets))
+    adapter = save(wrapped, tmp_path / "adapter")
+    with pytest.raises(ContractError, match="head"):
+        merge(base)
+    if targets == "all-linear":  # the base of another run may be a reward model itself
         detected = detect(read_folder(adapter))
         assert (detected.lora_on, detected.is_of_reward) == ("score", True)
-    with pytest.raises(ContractError, match="head"):
-        merge(base, adapter, tmp_path / "out")
-    if targets == "all-linear":  # the base of another run may be a reward model itself
-        making.classifier(base).save_pretrained(tmp_path / "reward")
-        merge(tmp_path / "reward", adapter, tmp_path / "out")
-        merged_by_peft(wrapped, tmp_path / "out")
+        making.classifier(base).save_pretrained(reward)
+        out.mkdir()
+        merge(reward)
+        ours, theirs = state_of(out), wrapped.merge_and_unload().state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -1,17 +1,4 @@
-"""Errors that Plumbline raises on purpose.
-
-    PlumblineError                 base class
-    |-- ConfigError                configuration or preflight: nothing was started        exit 2
-    |-- DataError                  the user's data cannot be used
-    |-- ArtifactError              an artifact is missing, altered or unreadable
-    |-- ContractError              the output of a stage does not meet its contract
-    |-- DriftError                 a hand-off changed the model more than the profile allows
-    |-- TrainingError              training cannot continue (a loss that is not finite, ...)
-    |   `-- RewardError            a reward source failed; names the source and the prompt
-    |-- StageProcessError          a child process failed
-    |-- TimeLimitError             a stage took longer than its setting allows
-    |-- TrackingError              a server does not answer: not registered               exit 3
-    `-- BusyError                  another run uses the same folder, artifact or GPU
+"""Errors that Plumbline raises on purpose, all of them a `PlumblineError`.
 
 A message says what is wrong, where, and what is allowed; the hint says what to type. `str(error)`
 is one line if possible, since Prefect prints it several times; longer texts are in `details`. All
@@ -33,10 +20,8 @@ class PlumblineError(Exception):
     """Base class of all errors that Plumbline raises on purpose; `code` is for programs."""
 
     exit_code = 1
-    stage = ""
-    """Stage that failed; set by `tasks/pipeline/stage.py`."""
-    log = ""
-    """Log of that stage's child processes, if there is one; set there, too."""
+    stage = ""  # that failed; set by `tasks/pipeline/stage.py`
+    log = ""  # of that stage's child processes, if there is one; set there, too
 
     def __init__(
         self, message: str, *, details: Sequence[str] = (), hint: str = "", code: str = ""

@@ -83,10 +83,11 @@ def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
     for name in map(str.strip, wanted.split(",")):
         if name.startswith("MIG-") and devices:
             return (Gpu(name, devices[0].memory),)
-        if name.isdigit():
-            chosen = list(devices[int(name) :][:1])
-        else:
-            chosen = [gpu for gpu in devices if name and gpu.uuid.startswith(name)]
+        chosen = [
+            gpu
+            for number, gpu in enumerate(devices)
+            if name == str(number) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+        ]
         if len(chosen) != 1:
             break
         if chosen[0] in selected:
@@ -155,28 +156,26 @@ def measured_on(device: Any, attention: str) -> dict[str, str]:
 
     Two measurements with equal values give bit-identical numbers.
     """
-    name = _cpu()
+    name = _cpu_fact("model name") or platform.machine()
     if device.type == "cuda":
         import torch
 
         name = torch.cuda.get_device_name(device)
     facts = {"device": device.type, "name": name, "attention": attention}
     for package in ("torch", "transformers", "peft", "bitsandbytes"):
-        try:
+        with suppress(PackageNotFoundError):
             facts[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return facts
 
 
-def _cpu() -> str:
-    """Return the name of the CPU, or its architecture if the system does not name it."""
+def _cpu_fact(*keys: str) -> str:
+    """Return a line of /proc/cpuinfo by its key; empty if the system does not have it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() == "model name":
+            if key.strip() in keys:
                 return value.strip()
-    return platform.machine()
+    return ""
 
 
 EMULATED = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -194,12 +193,7 @@ def slow_bf16(device: str = "auto") -> bool:
 
 @cache
 def _cpu_flags() -> frozenset[str]:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("flags", "Features"):
-                return frozenset(value.split())
-    return frozenset()
+    return frozenset(_cpu_fact("flags", "Features").split())
 
 
 def computing_dtype(stored: str, size: int, *, copies: int = 1, device: str = "auto") -> str:

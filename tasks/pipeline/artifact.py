@@ -34,7 +34,6 @@ from tasks.weights.files.documents import manifest_problem, read_json
 from tasks.weights.files.reader import read_header
 
 MANIFEST = "manifest.json"
-"""Written after the manifest, which it signs, too; so the manifest does not list it."""
 CARD = "README.md"
 """Model card of a served folder, written after its evaluation. The manifest has its hash under
 `card`; the digest names the model alone, so that evaluating it again does not change it."""
@@ -125,8 +124,7 @@ def inventory(
     """
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
-    for path in sorted(p for p in root.rglob("*") if p.is_file()):
-        name = path.relative_to(root).as_posix()
+    for name, path in _files(root).items():
         if name == MANIFEST:
             continue
         hashed = size = path.stat().st_size
@@ -160,8 +158,7 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
     document = read_manifest(path)
     if kind is not None and document["kind"] != kind:
         raise ArtifactError(f"{path} is an artifact of kind {document['kind']}, not {kind}")
-    problems = _surface_problems(path, document)
-    if problems:
+    if problems := _surface_problems(path, document):
         raise ArtifactError(
             f"{path} is not what its manifest says",
             details=problems,
@@ -173,20 +170,17 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
 def verify(artifact: Artifact) -> list[str]:
     """Read every byte and compare it with the manifest. Returns one text per difference."""
     document = artifact.manifest()
-    problems = _surface_problems(artifact.path, document)
-    if problems:
+    if problems := _surface_problems(artifact.path, document):
         return problems
     tensors, files = inventory(artifact.path)
-    for name, entry in document["files"].items():
-        if files[name] != entry:
-            problems.append(f"{name}: contents changed")
-    if (card := document.get("card")) and files.pop(CARD) != card:
-        problems.append(f"{CARD}: contents changed")
+    listed = _listed(document)
+    problems = [f"{name}: contents changed" for name in files if files[name] != listed[name]]
     for file, entries in document["tensors"].items():
         for name, entry in entries.items():
             if tensors[file].get(name) != entry:
                 problems.append(f"{file}: tensor {name} changed")
-    if not problems and content_digest(document["kind"], tensors, files) != document["digest"]:
+    model = {name: entry for name, entry in files.items() if name in document["files"]}
+    if not problems and content_digest(document["kind"], tensors, model) != document["digest"]:
         problems.append(f"{MANIFEST}: digest does not match its own contents")
     return problems
 
@@ -198,9 +192,8 @@ def intact(artifact: Artifact, seen: Path) -> list[str]:
     mtime of an altered file does not hide it, since its ctime has changed.
     """
     record = seen / f"{artifact.digest}.json"
-    stats = _stats(artifact.path)
     with contextlib.suppress(OSError, ValueError):
-        if json.loads(record.read_text()) == stats:
+        if json.loads(record.read_text()) == _stats(artifact.path):
             os.utime(record)  # the time of the last use
             return []
     problems = verify(artifact)
@@ -242,22 +235,30 @@ def remember(artifact: Artifact, seen: Path) -> None:
     (seen / f"{artifact.digest}.json").write_text(json.dumps(_stats(artifact.path)))
 
 
-def _stats(root: Path) -> dict[str, list[int]]:
+def _files(root: Path) -> dict[str, Path]:
+    """Return all files of a folder by their relative path, sorted."""
     files = sorted(path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): file_stats(path) for path in files}
+    return {path.relative_to(root).as_posix(): path for path in files}
+
+
+def _stats(root: Path) -> dict[str, list[int]]:
+    return {name: file_stats(path) for name, path in _files(root).items()}
+
+
+def _listed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of all files that a manifest lists, the model card's included."""
+    return document["files"] | ({CARD: document["card"]} if "card" in document else {})
 
 
 def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
     problems = []
-    listed = document["files"] | ({CARD: document["card"]} if "card" in document else {})
+    listed, present = _listed(document), _files(root)
     for name, entry in listed.items():
-        path = root / name
-        if not path.is_file():
+        if name not in present:
             problems.append(f"{name}: missing")
-        elif path.stat().st_size != entry["size"]:
-            problems.append(f"{name}: {path.stat().st_size} bytes, manifest says {entry['size']}")
-    present = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()}
-    added = sorted(present - {MANIFEST, *listed})
+        elif (size := present[name].stat().st_size) != entry["size"]:
+            problems.append(f"{name}: {size} bytes, manifest says {entry['size']}")
+    added = sorted(present.keys() - {MANIFEST, *listed})
     return problems + [f"{name}: not in the manifest" for name in added]
 
 

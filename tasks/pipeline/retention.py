@@ -108,13 +108,11 @@ def plan(
     stored, broken = stored_in(runs / "artifacts")
     training, old = _checkpoints(runs, limit, unfinished)
     roots = dict.fromkeys(_registered(stored, broken, registered), REGISTERED)
-    for reason, texts in (
-        (REGISTERED, _registered_elsewhere(runs, tracking_uri)),
-        (RESUMABLE, (_text(folder / "job.json") for folder in training)),
-    ):
-        for text in texts:
-            for match in _NAMED.finditer(text):
-                roots.setdefault(runs / "artifacts" / match[1], reason)
+    named = [(text, REGISTERED) for text in _registered_elsewhere(runs, tracking_uri)]
+    named += [(_text(folder / "job.json"), RESUMABLE) for folder in training]
+    for text, reason in named:
+        for match in _NAMED.finditer(text):
+            roots.setdefault(runs / "artifacts" / match[1], reason)
     resumable = limit if unfinished else min([limit, *_interrupted(runs, starts, now)])
     for each in stored:
         if each.used >= resumable:
@@ -166,12 +164,6 @@ def since(starts: Iterable[float], now: float, keep: int | None, days: float | N
 def needed(stored: Sequence[Stored], roots: Mapping[Path, str]) -> dict[Path, str]:
     """Return the artifacts that must stay, with the reason of the root that needs them."""
     by_path = {each.path: each for each in stored}
-    by_digest: dict[str, list[Stored]] = {}
-    reports: dict[str, list[Stored]] = {}
-    for each in stored:
-        by_digest.setdefault(each.digest, []).append(each)
-        if each.kind == "report":
-            reports.setdefault(each.inputs.get("served", ""), []).append(each)
     reasons: dict[Path, str] = {}
     for root, reason in roots.items():
         waiting = [by_path[root]] if root in by_path else []
@@ -180,9 +172,13 @@ def needed(stored: Sequence[Stored], roots: Mapping[Path, str]) -> dict[Path, st
             if each.path in reasons:
                 continue
             reasons[each.path] = reason
-            for digest in each.inputs.values():
-                waiting += by_digest.get(digest, [])
-            waiting += reports.get(each.digest, [])
+            made_from = set(each.inputs.values())
+            waiting += [other for other in stored if other.digest in made_from]
+            waiting += [
+                other
+                for other in stored
+                if other.kind == "report" and other.inputs.get("served") == each.digest
+            ]
     return reasons
 
 

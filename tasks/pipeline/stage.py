@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -155,30 +155,31 @@ class Mechanism:
             config=plain(config),
             versions=stage.versions(),
         )
-
         name = f"{self.name}.{stage.name}" if self.name else stage.name
+
+        def make(out: Path, run: StageRecord, log: Any) -> StageResult:
+            arguments = {role: artifact.path for role, artifact in inputs.items()}
+            arguments |= {**config, **(context or {}), "log": log}
+            with (
+                self.devices(stage.needs),
+                self._observed(observe, run, arguments),
+                self._limited(name, stage.name),
+                disk_full_named(final),
+            ):
+                report = function(out, **arguments)
+                return self._published(name, report, out, final, origin, run)
 
         def work(log: Any) -> StageResult:
             started = time.monotonic()
-            reuse = partial(self._reused, name, final, stage, log)
+            forced = bool({name, stage.name} & self.force)
             with self._stage_named(name), self.tracker.stage(name, origin) as run:
-                arguments = {role: artifact.path for role, artifact in inputs.items()}
-                arguments |= {**config, **(context or {}), "log": log}
-
-                def make(out: Path) -> StageResult:
-                    limit = f"{stage.name}_s"
-                    with (
-                        self.devices(stage.needs),
-                        self._observed(observe, run, arguments),
-                        deadline(name, f"timeouts.{limit}", self.timeouts.get(limit)),
-                        disk_full_named(final),
-                    ):
-                        return self._execute(name, function, out, final, origin, arguments, run)
-
-                if {name, stage.name} & self.force:
-                    result = self._made(final, make, lambda: None)
-                else:
-                    result = reuse() or self._made(final, make, reuse)
+                result = None if forced else self._reused(name, final, origin, log)
+                if result is None:
+                    before = _inode(final)
+                    with staging(final, self.patience) as out:
+                        if not forced and _inode(final) != before:  # another run was faster
+                            result = self._reused(name, final, origin, log)
+                        result = result or make(out, run, log)
                 result = replace(result, seconds=round(time.monotonic() - started, 2))
                 run.finish(result.artifact, result.metrics, reused=result.reused)
             return result
@@ -186,19 +187,22 @@ class Mechanism:
         self.results.append(self.call(name, work, {**inputs, **(after or {})}))
         return self.results[-1]
 
+    def _limited(self, name: str, stage: str) -> contextlib.AbstractContextManager[None]:
+        return deadline(name, f"timeouts.{stage}_s", self.timeouts.get(f"{stage}_s"))
+
     @contextlib.contextmanager
     def _stage_named(self, name: str) -> Iterator[None]:
         """Add the failed stage and the log of its child processes to an error."""
         try:
             yield
         except PlumblineError as error:
+            stage = name.rpartition(".")[2]
             error.stage = error.stage or name
             if isinstance(error, StageProcessError) and error.reason == "timeout":
-                own_setting = _LIMITS.get(name.rpartition(".")[2])
-                setting = own_setting or f"timeouts.{name.rpartition('.')[2]}_s"
+                setting = _LIMITS.get(stage, f"timeouts.{stage}_s")
                 error.hint = error.hint or f"{setting}=<more seconds>; finished stages are reused"
-            own = self.logs / f"{name.rpartition('.')[2]}.log"
-            shared = self.logs.parent / REFERENCE_LOG if self.name else self.logs / REFERENCE_LOG
+            own = self.logs / f"{stage}.log"
+            shared = (self.logs.parent if self.name else self.logs) / REFERENCE_LOG
             error.log = error.log or next((str(p) for p in (own, shared) if p.is_file()), "")
             raise
 
@@ -213,47 +217,34 @@ class Mechanism:
             arguments["on_event"] = lambda event: [see(event) for see in (self.on_event, shown)]
             yield
 
-    def _made(
-        self,
-        final: Path,
-        make: Callable[[Path], StageResult],
-        reuse: Callable[[], StageResult | None],
-    ) -> StageResult:
-        """Make an artifact, or return what another run has made of it while this one waited."""
-        before = _inode(final)
-        with staging(final, self.patience) as out:
-            theirs = reuse() if _inode(final) != before else None
-            return theirs or make(out)
-
-    def _reused(self, name: str, final: Path, stage: Stage, log: Any) -> StageResult | None:
+    def _reused(self, name: str, final: Path, origin: Origin, log: Any) -> StageResult | None:
         """Return the result of an earlier run; None if there is none, or it was altered."""
         if not final.exists():
             return None
         try:
-            artifact = open_artifact(final, stage.kind)
+            artifact = open_artifact(final, origin.kind)
             problems = intact(artifact, self.store / ".seen")
         except ArtifactError as error:
             problems = [error.message, *error.details]
         if problems:
-            log.warning("%s: %s was altered, making it again: %s", stage.name, final, problems[0])
+            text = "%s: %s was altered, making it again: %s"
+            log.warning(text, origin.stage, final, problems[0])
             return None
         log.info("%s: reusing %s", name, final)
         notes = artifact.notes
-        verdicts = json.loads((final / CONTRACT).read_text())
-        checks = tuple(map(Check.read, verdicts))
+        checks = tuple(map(Check.read, json.loads((final / CONTRACT).read_text())))
         return StageResult(name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
 
-    def _execute(
+    def _published(
         self,
         name: str,
-        function: Callable[..., StageReport],
+        report: StageReport,
         out: Path,
         final: Path,
         origin: Origin,
-        arguments: dict[str, Any],
         run: StageRecord,
     ) -> StageResult:
-        report = function(out, **arguments)
+        """Record the verdicts of a stage, enforce them, and publish what it has made."""
         if report.kind != origin.kind:
             raise PlumblineError(f"{origin.stage} made {report.kind}, not {origin.kind}")
         verdicts = [check.as_dict() for check in report.checks]

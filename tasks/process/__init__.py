@@ -4,8 +4,8 @@
     with Conversation(argv, stage="score", log=log, log_path=path) as child:
         child.ask({"do": "score"}, timeout_s=60)
 
-launch        run a command to its end; `output` splits what it prints into lines and events
-json_worker   a process that stays alive and answers requests
+launch        a command that runs to its end, or a process that answers requests
+output        lines and events in what they print
 child         a supervised process; `supervise` is its supervisor
 multinode     one run on several machines
 deadline      the time limit of a stage

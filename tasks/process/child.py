@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 PROJECT = Path(__file__).resolve().parents[2]
 SUPERVISOR = Path(__file__).with_name("supervise.py")
@@ -89,15 +89,13 @@ class Child:
 
     @property
     def stdin(self) -> IO[bytes]:
-        """Standard input of the command."""
-        assert self._process.stdin is not None, "started without stdin"
-        return self._process.stdin
+        """Standard input of the command, if it was asked for."""
+        return cast("IO[bytes]", self._process.stdin)
 
     @property
     def stdout(self) -> IO[bytes]:
-        """Output of the command."""
-        assert self._process.stdout is not None, "its output goes to a file"
-        return self._process.stdout
+        """Output of the command, unless it goes to a file."""
+        return cast("IO[bytes]", self._process.stdout)
 
     def poll(self) -> int | None:
         """Return the exit status; None while the command or a descendant is alive."""
@@ -155,22 +153,19 @@ class Child:
 
 
 _NOT_FOR_CHILDREN = (
-    "MLFLOW_RUN_ID", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING",
-    "RANK", "WORLD_SIZE",
-)  # fmt: skip
+    "MLFLOW_RUN_ID",  # fluent MLflow calls of a child would end the parent's run
+    "PREFECT_API_AUTH_STRING",  # a user's reward function runs there
+    "PREFECT_SERVER_API_AUTH_STRING",
+    "RANK",  # Kubeflow sets these for torchrun: a child would take itself for a rank
+    "WORLD_SIZE",
+)
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process.
+    """Return the environment of a child process: that of this one, and `extra`.
 
-    It is that of this process and `extra`, with the project on the path and unbuffered output.
-
-    - No module is imported from the working directory (`PYTHONSAFEPATH`): it may be a downloaded
-      checkpoint, and a `uvicorn/` or `json.py` in it would run.
-    - There is no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
-    - There is nothing that Kubeflow sets for torchrun (`PET_NNODES`, `RANK`): a process on one of
-      the nodes would take itself for a rank, and a torchrun for one node would wait for others.
-    - There is no login of a Prefect server but in `extra`: a user's reward function runs there.
+    The project is on the path. No module is imported from the working directory: it may be a
+    downloaded checkpoint, and a `uvicorn/` or `json.py` in it would run.
     """
     inherited = {
         key: value

@@ -52,27 +52,25 @@ class Meeting:
         """
         if nodes == 1:
             return None
-        variable = next((name for name in RANK_VARIABLES if name in os.environ), None)
-        master = {
-            name: os.environ.get(name, os.environ.get(f"PET_{name}"))
+        address, port = (
+            os.environ.get(name, os.environ.get(f"PET_{name}", ""))
             for name in ("MASTER_ADDR", "MASTER_PORT")
-        }
-        address, port = master.values()
-        problems = [f"{name} is not set" for name, value in master.items() if value is None]
-        if variable is None:
-            problems.append(f"none of {', '.join(RANK_VARIABLES)} is set")
-        elif not os.environ[variable].isdigit() or int(os.environ[variable]) >= nodes:
-            problems.append(f"{variable}={os.environ[variable]} is not within 0 and {nodes - 1}")
-        if port is not None and not port.isdigit():
+        )
+        variable = next((name for name in RANK_VARIABLES if name in os.environ), "NODE_RANK")
+        rank = os.environ.get(variable, "")
+        problems = [] if address else ["MASTER_ADDR is not set"]
+        if not port.isdigit():
             problems.append(f"MASTER_PORT={port} is not a port")
-        if problems or variable is None or address is None or port is None:
+        if not rank.isdigit() or int(rank) >= nodes:
+            problems.append(f"{variable}={rank} is not within 0 and {nodes - 1}")
+        if problems:
             raise ConfigError(
                 f"train.nodes={nodes}: this node does not know its place",
                 details=problems,
                 hint="on every node the same command, with MASTER_ADDR=<node 0> MASTER_PORT=29500 "
                 "NODE_RANK=<0, 1, ...>; or train.nodes=1",
             )
-        return cls(address, int(port), int(os.environ[variable]), nodes)
+        return cls(address, int(port), int(rank), nodes)
 
     @property
     def leads(self) -> bool:
@@ -93,31 +91,17 @@ def rendezvous(meeting: Meeting | None) -> Iterator[tuple[list[str], dict[str, s
     all interfaces, and it unpickles what any client writes there.
     """
     if meeting is not None:
-        yield (
-            [
-                *("--nnodes", str(meeting.nodes)),
-                *("--node-rank", str(meeting.rank)),
-                *("--master-addr", meeting.address),
-                *("--master-port", str(meeting.port)),
-            ],
-            {},
-        )
+        argv = ["--nnodes", str(meeting.nodes), "--node-rank", str(meeting.rank)]
+        yield [*argv, "--master-addr", meeting.address, "--master-port", str(meeting.port)], {}
         return
-    interfaces = {
-        name: "lo"
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        if name not in os.environ
-    }
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    env = {name: os.environ.get(name, "lo") for name in names}
+    # Torchrun would open a port for a store that the ranks share with it.
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory(prefix="plumbline-ranks-") as folder:
-        yield (
-            [
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/torchrun"),
-                *("--rdzv-conf", "store_type=file", "--rdzv-id", "plumbline"),
-                *("--local-addr", "127.0.0.1"),
-            ],
-            # Torchrun would open a port for a store that the ranks share with it.
-            interfaces | {RANKS_FILE: f"{folder}/ranks", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        )
+        argv = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/torchrun"]
+        argv += ["--rdzv-conf", "store_type=file", "--rdzv-id", "plumbline"]
+        yield [*argv, "--local-addr", "127.0.0.1"], env | {RANKS_FILE: f"{folder}/ranks"}
 
 
 class Leader:

@@ -33,8 +33,7 @@ LONGEST_LINE = 8 << 20
 _AGENT = re.compile(r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] (.*)")
 _CLOSING = re.compile(r"Sending process (\d+) closing signal")
 _RANK = re.compile(r"^ +rank +: (\d+) \(local_rank: \d+\)")
-_EXITCODE = re.compile(r"^ +exitcode +: (-?\d+) \(pid: (\d+)\)")
-_SIGNALS = {number.value: number.name for number in signal.Signals}
+_KILLED = re.compile(r"^ +exitcode +: -(\d+) \(pid: (\d+)\)")
 
 
 class Output:
@@ -123,8 +122,8 @@ def ranks_own(lines: Iterable[str]) -> list[str]:
     end before torchrun looks, and is then the first on torchrun's list.
     """
     own: list[str] = []
-    closed: set[str] = set()
     killed: list[str] = []
+    closed: set[str] = set()
     rank, in_epilogue = "?", False
     for line in lines:
         if agent := _AGENT.search(line):
@@ -135,7 +134,7 @@ def ranks_own(lines: Iterable[str]) -> list[str]:
             own.append(line)
         elif named := _RANK.match(line):
             rank = named[1]
-        elif (ended := _EXITCODE.match(line)) and int(ended[1]) < 0 and ended[2] not in closed:
-            name = _SIGNALS.get(-int(ended[1]), f"signal {ended[1]}")
+        elif (ended := _KILLED.match(line)) and ended[2] not in closed:
+            name = signal.Signals(int(ended[1])).name
             killed.append(f"rank {rank} (pid {ended[2]}) was killed by {name}")
     return own + killed

@@ -36,8 +36,7 @@ from typing import Any
 
 from tasks.core.errors import ConfigError, RewardError, StageProcessError
 from tasks.core.events import emit
-from tasks.process.child import python_child
-from tasks.process.json_worker import Conversation
+from tasks.process.launch import Conversation, python_child
 from tasks.process.output import Log
 
 REWARD, EVAL, ENVIRONMENT = "reward.function", "eval.function", "rl.environment"

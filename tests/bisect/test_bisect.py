@@ -66,13 +66,13 @@ def test_swapped_matrices_of_an_untrained_model_are_a_fault(save: Save) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("trial", range(8))
+@pytest.mark.parametrize("trial", range(3))
 def test_random_fault_is_found(family: str, trial: int, save: Save) -> None:
     """A fault above the gate is found, and named as the only one; below the gate it is noise."""
     kinds = [kind for kind in KINDS if not (family == "gpt2" and kind == "swapped")]
     chooser = random.Random(f"{family}{trial}")
     broken = make(family, 1)
-    place, name = plant(broken, make(family, 2), kinds[trial % len(kinds)], chooser)
+    place, name = plant(broken, make(family, 2), kinds[2 * trial % len(kinds)], chooser)
     if (family, place) == ("gpt2", "lm_head"):
         place = "transformer.wte"  # they are tied: one tensor, first used there
     report = examine(save(make(family, 1)), save(broken))
@@ -88,7 +88,7 @@ def test_random_fault_is_found(family: str, trial: int, save: Save) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_rounding_is_no_divergence(family: str, save: Save) -> None:
     """The same folder, an upcast and a cast are equal or noise, whatever the gate says."""
     fine = make(family, 1, dtype=torch.float32)
@@ -102,15 +102,14 @@ def test_rounding_is_no_divergence(family: str, save: Save) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", ["int8", "fp8", "int4"])
-def test_quantised_copy_is_rounding(bits: str, save: Save) -> None:
+def test_quantised_copy_is_rounding(save: Save) -> None:
     """A rounded copy has no divergent layer; one broken tensor in it is still found."""
     a, rounded = make("llama", 1), make("llama", 1)
     with torch.no_grad():
         for module in rounded.modules():
             if isinstance(module, torch.nn.Linear) and module is not rounded.lm_head:
                 weight = module.weight.float()
-                module.weight.copy_(quantised(weight, bits, weight.shape[1]))
+                module.weight.copy_(quantised(weight, "fp8", weight.shape[1]))
     first = save(a)
     report = examine(first, save(rounded))
     assert report.limit, "the copy has to be above the gate"
@@ -123,7 +122,6 @@ def test_quantised_copy_is_rounding(bits: str, save: Save) -> None:
 
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
 
 @pytest.mark.slow
@@ -132,8 +130,6 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     [
         (ROPE, "rope_theta", "rotary"),
         ({"rms_norm_eps": 0.1}, "rms_norm_eps", "input_layernorm"),
-        ({"hidden_act": "gelu"}, "hidden_act", "act_fn"),
-        (HEADS, "head_dim", "rotary"),
     ],
 )
 def test_configuration_is_named(changes: dict[str, Any], key: str, module: str, save: Save) -> None:

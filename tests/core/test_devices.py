@@ -7,7 +7,7 @@ on the same device", or in a numpy array that a CUDA tensor does not give.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +23,12 @@ from tasks.rl.losses import Totals, policy_loss, value_loss
 from tasks.rl.measure import measure_tokens
 from tasks.rl.responses import Prompt, Response, ScoredResponse
 from tasks.serving.reference import measure
-from tasks.serving.reference.rewards import _rewarder
 from tasks.serving.vllm.colocation import Generated
 from tasks.training.job import Batch
 from tasks.training.losses import objective
 from tasks.training.model import probe
 from tasks.training.model.packed_model import TokenOutputs, accept_packed_rows, require_same
-from tasks.training.passes import Passes, Sums, heldout_scores
-from tasks.training.tokens.examples import Examples
+from tasks.training.passes import Passes, Sums
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import trial_row
 from tests.elsewhere import DEVICE, Elsewhere
@@ -60,14 +58,6 @@ def causal(device: torch.device, *, frozen_head: bool = False) -> Any:
     return model.to(device)
 
 
-def scoring(device: torch.device) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    config = tiny("Llama", num_labels=1)
-    return AutoModelForSequenceClassification.from_config(config).to(device)
-
-
 class Engine:
     """Stand-in for the parts of DeepSpeed's engine that passes use."""
 
@@ -94,26 +84,16 @@ def on_both(compute: Callable[[torch.device], Any]) -> tuple[Any, Any]:
     return compute(HERE), compute(DEVICE)
 
 
-@pytest.mark.parametrize(
-    ("name", "frozen"),
-    [
-        ("sft", True),
-        ("dpo", False),
-        pytest.param("kto", True, marks=pytest.mark.slow),
-        pytest.param("reward", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "frozen"), [("sft", True), ("dpo", False)])
 def test_losses_and_gradients(name: str, frozen: bool, elsewhere: None) -> None:
     chosen = objective(name, {})
 
     def compute(device: torch.device) -> tuple[float, list[float], dict[str, float]]:
-        model = causal(device, frozen_head=frozen) if chosen.head == "tokens" else scoring(device)
+        model = causal(device, frozen_head=frozen)
         accept_packed_rows(model)
         lengths = [9, 4, 12, 6] if len(chosen.roles) == 1 else [9, 4, 12, 6, 5, 3, 8, 8]
         examples = make_examples(lengths, roles=len(chosen.roles))
         wanted = {"reference": np.zeros((4, len(chosen.roles)), np.float32)}
-        if name == "kto":
-            wanted["desirable"] = np.array([1, 0, 1, 1], np.float32)
         examples = replace(examples, roles=chosen.roles, values={**examples.values, **wanted})
         engine = Engine(model)
         require_same(engine, trial_row(examples).to(device))
@@ -183,22 +163,3 @@ def test_fingerprints_of_the_trainer_and_of_the_scorer(elsewhere: None) -> None:
     assert drift(live, elsewhere_measured).mean_kl < 1e-6
     first = measure.reference(causal(DEVICE).eval(), PROBES)
     assert drift(first, measure.fingerprint(causal(HERE).eval(), first)).mean_kl < 1e-6
-
-
-def test_scores_of_a_reward_model(elsewhere: None) -> None:
-    here, there = on_both(lambda device: _rewarder(scoring(device), {}))
-    assert there.scores(PROBES) == pytest.approx(here.scores(PROBES), abs=1e-6)
-    assert there.noise(PROBES) < 1e-6
-    assert (here.on["device"], there.on["device"]) == ("cpu", "meta")
-
-    live, far = on_both(lambda device: probe.score_print(Engine(scoring(device)), PROBES, device))
-    assert live.scores == pytest.approx(far.scores, abs=1e-6)
-
-    def spread(device: torch.device) -> Any:
-        model = scoring(device)
-        accept_packed_rows(model)
-        passes = Passes(Engine(model), ranks(device), objective("reward", {}))
-        return asdict(heldout_scores(passes, Examples.of_texts(PROBES), Batch(2, 2, max_len=64)))
-
-    mine, theirs = on_both(spread)
-    assert mine == pytest.approx(theirs, abs=1e-5)

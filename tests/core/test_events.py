@@ -79,17 +79,3 @@ def test_a_resumed_run_has_the_curves_of_an_undisturbed_one(tmp_path: Path, data
     times = [m.timestamp for m in losses]
     assert times == sorted(times)
     assert times[3] == kept[-2]["at"] < times[4]
-
-
-def test_a_run_resumed_from_another_folder_takes_its_events_along(tmp_path: Path) -> None:
-    """A run from the beginning forgets them."""
-    (tmp_path / "own").mkdir()
-    ranks(tmp_path, 1, 3)
-    before = (tmp_path / EVENTS).read_text()
-    assert [event["step"] for event in rewind(tmp_path / "own", 1, tmp_path)] == [0, 1, 1]
-    assert (tmp_path / EVENTS).read_text() == before
-    assert len((tmp_path / "own" / EVENTS).read_text().splitlines()) == 3
-    (tmp_path / EVENTS).unlink()  # checkpoints of an earlier release have none
-    assert rewind(tmp_path / "own", 1, tmp_path) == []
-    assert rewind(tmp_path / "own", 0) == []
-    assert (tmp_path / "own" / EVENTS).read_text() == ""

@@ -11,7 +11,7 @@ import pytest
 from tasks.config.checks.machine import device
 from tasks.core import machine
 from tasks.core.errors import ConfigError
-from tasks.core.machine import Gpu, driver_too_old, gpus, visible
+from tasks.core.machine import Gpu, driver_too_old, visible
 from tasks.train import rank_environment
 from tests.machines import GIB, with_gpus
 from tests.settings import Launch
@@ -67,17 +67,6 @@ def test_a_driver_too_old_is_named_with_the_one_that_is_needed(
     with_gpus(monkeypatch, 8)
     assert driver_too_old() is None
     assert [*device("auto", 8), *device("cuda", 8)] == []
-
-
-def test_more_ranks_than_gpus_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, 4)
-    (finding,) = device("auto", 8)
-    assert finding.override == "train.nproc=4"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    assert gpus() == ()
-    assert [*device("auto", 8)] == []
-    (finding,) = device("cuda", 8)
-    assert finding.override == "train.device=cpu"
 
 
 def test_a_rank_does_not_train_on_the_cpu_where_there_are_gpus(

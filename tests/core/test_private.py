@@ -34,9 +34,3 @@ def test_files_are_the_owners_until_they_are_opened_up(tmp_path: Path) -> None:
     assert (mode(folder), mode(folder / "file")) == (0o700, 0o600)
     open_up(folder)
     assert (mode(folder), mode(folder / "file")) == (0o755, 0o644)
-
-
-def test_without_it_nothing_is_opened_up(tmp_path: Path) -> None:
-    (tmp_path / "file").touch(mode=0o600)
-    open_up(tmp_path / "file")
-    assert mode(tmp_path / "file") == 0o600

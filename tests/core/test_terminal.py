@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.core.errors import ArtifactError
 from tasks.core.terminal import clean_logging, plain
 from tasks.process.output import Output
 
@@ -39,12 +38,6 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
     )
     assert plain(clean) == clean
     clean.encode()
-
-
-def test_errors() -> None:
-    error = ArtifactError(HOSTILE, details=[HOSTILE], hint=HOSTILE)
-    for text in (str(error), error.report(), error.message, *error.details, error.hint):
-        assert text == plain(text)
 
 
 def test_log_records_of_every_logger(caplog: pytest.LogCaptureFixture) -> None:

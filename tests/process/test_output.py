@@ -40,13 +40,6 @@ def test_plain_lines_come_out_as_they_went_in(lines: list[str]) -> None:
     assert split([data] if data else []) == lines
 
 
-def test_a_redrawn_line_does_not_pile_up(tmp_path: Path) -> None:
-    with Output(stage="s", log=logging.getLogger(), log_path=tmp_path / "log") as output:
-        for step in range(1000):
-            assert list(output.split(b"\r%d%%" % step)) == []
-        assert len(output._rest) < 20
-
-
 def test_what_a_child_says_is_logged_and_what_its_libraries_print_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,7 @@ from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.register import register
 from tasks.release.gate import Gate
 from tasks.tracking.mlflow_registry import EVALUATED_ON, NUMBERS
-from tasks.tracking.tracker import Tracker, flatten
+from tasks.tracking.tracker import Tracker
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,6 @@ def served(tmp_path: Path) -> Iterator[Artifact]:
     with staging(tmp_path / "served") as work:
         (work / "config.json").write_text("{}")
         yield publish(work, tmp_path / "served", origin)
-
-
-def test_parameters_are_flat_and_passwords_do_not_leave() -> None:
-    flat = flatten({"train": {"lr": 1e-4, "betas": [0.9, 0.95]}, "tag": None})
-    assert flat == {"train.lr": "0.0001", "train.betas": "[0.9, 0.95]", "tag": "None"}
-    assert flatten({"uri": "http://me:secret@h"}) == {"uri": "http://me:***@h"}
 
 
 def test_a_flow_that_raises_is_failed_one_that_is_killed_is_killed(tracker: Tracker) -> None:

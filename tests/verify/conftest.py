@@ -11,51 +11,48 @@ from typing import Any
 
 import pytest
 
+from benchmarks.verify import mixed
 from tests.commands import environment
 from tests.conftest import PROJECT
-from tests.verify import faults
 from tests.verify.serving import Running, serve
-
-ADAPTERS = 3
-SPOILT = f"lora-{ADAPTERS - 1}"
+from tests.witness.conftest import train
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder that a user's training has written: `base`, `lora-<n>`, `qlora`."""
-    folder = tmp_path_factory.mktemp("verify") / "models"
-    paths = f"{PROJECT}:{PROJECT / 'tasks' / 'witness'}"
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("train_adapters.py")), folder, str(ADAPTERS)],
-        env=environment(PYTHONPATH=paths, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
-        capture_output=True, text=True, check=False, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    """Return a folder with a base, and two trainings on it: `base`, `lora`, `qlora` (in 4 bits).
+
+    Texts and conversations begin with a BOS token, as those of Llama do.
+    """
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    from tasks.toy.pretrain import pretrain
+
+    folder = tmp_path_factory.mktemp("verify")
+    base, begin = folder / "base", "<|endoftext|>"
+    base.mkdir()
+    pretrain(base, steps=120, seed=5)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    number = tokenizer.convert_tokens_to_ids(begin)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, number)]
+    )
+    tokenizer.bos_token = begin
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(base)
+    for kind in ("lora", "qlora"):
+        train(base, folder / kind, kind)
     return folder
 
 
 @pytest.fixture(scope="session")
-def modules(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return all adapters of the main server by name.
-
-    They are those that were trained, but not the last one, which is there in faulty versions only.
-    """
-    folder = tmp_path_factory.mktemp("faulty")
-    trained = {f"lora-{number}": models / f"lora-{number}" for number in range(ADAPTERS - 1)}
-    return {
-        **trained,
-        "qlora": models / "qlora",
-        **faults.adapters(models / SPOILT, models / "lora-0", folder),
-    }
-
-
-@pytest.fixture(scope="session")
-def server(
-    models: Path, modules: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    """Start the main server: the base in bf16, and all adapters beside it."""
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with serve(models / "base", modules, log=log) as running:
+def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Start the main server: the base in bf16, both adapters, and one without effect."""
+    folder = tmp_path_factory.mktemp("vllm")
+    adapters = {name: models / name for name in ("lora", "qlora")}
+    adapters["zeros"] = mixed(models / "lora", folder / "zeros", 0.0)
+    with serve(models / "base", adapters, log=folder / "server.log") as running:
         yield running
 
 

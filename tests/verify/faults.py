@@ -1,4 +1,4 @@
-"""Files as they are after a mistake: adapters and bases that differ from what was trained."""
+"""Bases as they are after a mistake: they differ from what was trained."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from safetensors.numpy import load_file
-
-from benchmarks.verify import ADAPTER, Tensors, altered, mixed
-
-
-def adapters(lora: Path, another: Path, folder: Path) -> dict[str, Path]:
-    """Write the faulty versions of an adapter. Returns their folders by name."""
-    other = load_file(another / ADAPTER)
-
-    def one_layer(tensors: Tensors) -> Tensors:
-        return {name: other[name] for name in tensors if ".layers.1." in name}
-
-    return {
-        "zeros": mixed(lora, folder / "zeros", 0.0),
-        "one-layer": altered(lora, folder / "one-layer", one_layer),
-    }
 
 
 def _base(models: Path, out: Path) -> Path:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
-from tasks.verify.compare import change
 from tasks.verify.servers import connect
-from tasks.verify.servers.server import Entry
 from tests.answering import Answer, answering
-from tests.verify import toy_model as toy
 from tests.verify.toy_model import causes, reference
 from tests.verify.toy_servers import MODELS, OpenAI
 
@@ -74,16 +70,3 @@ def test_adapters_that_are_mixed_up_are_named() -> None:
     check = asked(leak, serving(mixed), "tuned")
     assert (check.verdict, causes(check)) == ("fault", ["adapters-mixed"])
     assert "other" in check.text
-
-
-def test_the_change_of_a_position_is_the_kl_where_all_ids_are_known() -> None:
-    p, q = toy.logprobs([1, 2]), toy.logprobs([2, 1])
-    ids = np.arange(toy.SIZE, dtype=np.int32)
-    expected = float((np.exp(p) * (p - q)).sum())
-    order = np.argsort(-q)
-    before = Entry(ids, p.astype(np.float32))
-    after = Entry(ids[order], q[order].astype(np.float32))
-    assert change(before, after) == pytest.approx(expected, rel=1e-4)
-    assert change(before, before) == pytest.approx(0, abs=1e-6)
-    top = Entry(ids[order][:3], q[order][:3].astype(np.float32))
-    assert 0 < change(before, top) <= expected * 1.01

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from tasks.verify.checks.sampling import sampling
 from tasks.verify.checks.weights import adapter, base, distribution
 from tasks.verify.reference import read_reference
 from tasks.verify.run import run_checks
-from tasks.verify.servers.server import Scores, ServedModel
 from tests.verify.synthetic import ArrayServer, World, noisy, world, write_witness
 
 
@@ -107,26 +105,3 @@ def test_a_server_without_log_probabilities_proves_nothing() -> None:
     assert {check.verdict for check in checks} == {"unknown"}
     with pytest.raises(ConfigError, match="lax"):
         Asked(server, "tuned", None, made.reference(), "lax")
-
-
-class ShortServer(ArrayServer):
-    """Server with a context of 20 tokens, one of which is generated."""
-
-    def models(self) -> tuple[ServedModel, ...]:
-        return (ServedModel("base", max_length=20), ServedModel("tuned", parent="base"))
-
-    def score(self, model: str, sequences: Any, workers: int = 0) -> list[Scores]:
-        assert max(map(len, sequences)) == 19 < max(map(len, self._probes))
-        whole = super().score(model, self._probes)
-        pairs = zip(whole, sequences, strict=True)
-        return [entries[: len(ids) - 1] for entries, ids in pairs]
-
-
-@pytest.mark.parametrize(("part", "verdict"), [(1.0, "ok"), (0.5, "fault")])
-def test_probes_beyond_the_context_are_cut(part: float, verdict: str) -> None:
-    made = world(3, vocab=400, moved=0.3)
-    models = {"base": made.base, "tuned": made.base + part * (made.trained - made.base)}
-    server = ShortServer(made.probes, models)
-    check = distribution(Asked(server, "tuned", "base", made.reference()))
-    assert check.verdict == verdict, check.text
-    assert check.measured["positions"] < sum(len(ids) - 1 for ids in made.probes)

@@ -11,7 +11,7 @@ import pytest
 
 from tasks.core.report import Row
 from tasks.verify.asked import Asked
-from tasks.verify.checks.prompt import context, difference, eos, template, tokens
+from tasks.verify.checks.prompt import context, eos, template, tokens
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers import connect
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
@@ -134,28 +134,6 @@ def test_a_server_that_tells_lengths_only_is_never_ok() -> None:
     generate = longer["/v1/chat/completions"]
     longer["/v1/chat/completions"] = told
     assert asked(template, longer).verdict == "fault"
-
-
-KINDS: list[tuple[tuple[int, ...], tuple[int, ...], bool, str | None]] = [
-    # Trained, served, "the trained one is cut", and the kind of the difference
-    ((1, 2, 3), (1, 2, 3), False, None),
-    ((1, 2, 3), (1, 2, 3, 4), True, None),
-    ((1, 2, 3), (1, 2, 3, 4), False, "generation-prompt-longer"),
-    ((1, 2, 3), (1, 2), False, "generation-prompt-missing"),
-    ((9, 1, 2), (9, 9, 1, 2), False, "bos-twice"),
-    ((1, 2, 3), (9, 1, 2, 3), False, "bos-added"),
-    ((9, 1, 2), (1, 2), False, "bos-missing"),
-    ((1, 5, 6, 7, 8), (1, 2, 3, 5, 6, 7, 8), False, "inserted"),
-    ((1, 2, 3, 5, 6, 7, 8), (1, 5, 6, 7, 8), False, "removed"),
-    ((1, 2, 3), (4, 5, 6), False, "other"),
-    ((1, 2, 3), (), False, "generation-prompt-missing"),
-]
-
-
-def test_kinds_of_differences() -> None:
-    for trained, served, cut, kind in KINDS:
-        differs = difference(trained, served, cut=cut)
-        assert (differs.kind if differs else None) == kind, (trained, served)
 
 
 def test_conversations_whose_text_alone_is_known_are_compared_by_the_servers_tokenizer() -> None:

@@ -95,17 +95,15 @@ WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') 
         (WITHOUT_SYSTEM + CHATML, [0, 2, 3]),  # Gemma's
         ("{{ strftime_now('%d %b %Y') }}" + CHATML, []),  # another text every day
         ("{% if", []),
-        (None, []),
     ],
 )
 def test_a_served_folder_tells_how_conversations_are_rendered(
-    tmp_path: Path, text: str | None, numbers: list[int]
+    tmp_path: Path, text: str, numbers: list[int]
 ) -> None:
     final = tmp_path / "served"
     with staging(final) as work:
         world().reference().trained.save(work / "fingerprint.fp")
-        if text is not None:
-            (work / "chat_template.jinja").write_text(text)
+        (work / "chat_template.jinja").write_text(text)
         publish(work, final, Origin("served", "convert", "key"))
     chats = read_reference(final).unscored
     assert [(probe.kind, probe.number) for probe in chats] == [("chat", n) for n in numbers]

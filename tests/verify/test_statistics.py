@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tasks.drift.fingerprint import PROFILES
-from tasks.drift.share import Share, adapter_share
+from tasks.drift.share import adapter_share
 from tasks.verify.compare import align, distance, format_of, kl_of
 from tasks.verify.servers.server import EMPTY, Entry, Scores
-from tests.verify.synthetic import World, answers, fingerprint, logprobs_of, world
+from tests.verify.synthetic import answers, fingerprint, logprobs_of, world
 
 STANDARD = PROFILES["standard"]
 
@@ -87,32 +87,6 @@ def test_positions_that_were_not_measured_are_left_out() -> None:
         distance(reference, align(reference, broken), STANDARD)
     with pytest.raises(ValueError, match="scores of"):
         align(reference, full[:-1])
-
-
-def dose_of(made: World, served: np.ndarray, top: int = 20) -> Share | None:
-    reference = made.reference()
-    assert reference.base is not None
-    aligned = align(reference.trained, answers(made.probes, served, top))
-    return adapter_share(reference.trained, reference.base, aligned.logprobs, aligned.measured)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    part=st.floats(-0.5, 2.5),
-    moved=st.floats(0.05, 2.0),
-    spread=st.floats(0.5, 5.0),
-)
-def test_the_dose_of_a_mixture_is_recovered(
-    seed: int, part: float, moved: float, spread: float
-) -> None:
-    made = world(seed, vocab=300, moved=moved, spread=spread)
-    mixed = made.base + part * (made.trained - made.base)
-    estimate = dose_of(made, mixed)
-    assert estimate is not None
-    assert estimate.low - 1e-3 <= part <= estimate.high + 1e-3
-    assert estimate.value == pytest.approx(part, abs=2e-3)
-    assert estimate.remainder < 1e-3
 
 
 @pytest.mark.parametrize(("seed", "part"), [(0, 0.0), (2, 1.0), (3, 0.5)])

@@ -157,20 +157,14 @@ def text_of(ids: list[int]) -> str:
 
 
 def llama_cpp() -> dict[str, Answer]:
-    def scales(body: Any) -> int:
-        chosen = [
-            entry["id"] for entry in body.get("lora", [{"id": 0, "scale": 1}]) if entry["scale"]
-        ]
-        return 1 + chosen[0] if chosen else 0
-
     def completion(body: Any) -> Any:
-        ids, model = body["prompt"], scales(body)
-        made = toy.greedy(ids, body["n_predict"], model)
+        ids = body["prompt"]
+        made = toy.greedy(ids, body["n_predict"])
         stop = "eos" if toy.EOS in made else "limit"
         answer = {"content": toy.text(made), "stop_type": stop, "tokens_evaluated": len(ids)}
         answer["tokens"] = made if body.get("return_tokens") else []
         if body.get("n_probs"):
-            tops = toy.tops(ids, body["n_probs"], None, model)
+            tops = toy.tops(ids, body["n_probs"])
             listed = [{"id": i, "token": "?", "bytes": [], "logprob": v} for i, v in tops.items()]
             answer["completion_probabilities"] = [{"id": made[0], "top_logprobs": listed}]
         return answer
@@ -182,10 +176,6 @@ def llama_cpp() -> dict[str, Answer]:
             "model_path": "/m/toy.gguf",
             "build_info": "b11434-abc",
         },
-        "/lora-adapters": lambda _: [
-            {"id": 0, "path": "/m/tuned.gguf", "scale": 1.0},
-            {"id": 1, "path": "/m/other.gguf", "scale": 0.0},
-        ],
         "/completion": completion,
         "/tokenize": lambda body: {"tokens": split(body["content"], bos=body["add_special"])},
         "/apply-template": lambda body: {"prompt": text_of(toy.rendered(body["messages"]))},

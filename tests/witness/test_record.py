@@ -92,13 +92,9 @@ def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora
 @pytest.mark.parametrize(
     ("kind", "sharding", "ranks"),
     [
-        ("full", "", 1),
         ("full", "ddp", 2),
-        ("lora", "zero2", 2),
-        ("full", "zero3", 2),
         ("lora", "zero3", 2),
         ("sft", "", 1),
-        ("dpo", "", 1),
         ("grpo", "", 1),
     ],
 )
@@ -112,13 +108,13 @@ def test_trainers_and_engines(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_training_goes_on_as_without_it(base: Path, tmp_path: Path, kind: str) -> None:
+def test_training_goes_on_as_without_it(base: Path, tmp_path: Path) -> None:
+    """In 4 bits, where evaluation on a CPU repacks weights."""
     from safetensors.numpy import load_file
 
     weights = []
     for name, witnessed in (("with", True), ("without", False)):
-        trained = train(base, tmp_path / name, kind, witnessed=witnessed)
+        trained = train(base, tmp_path / name, "qlora", witnessed=witnessed)
         weights.append(load_file(trained.out / "adapter_model.safetensors"))
     assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[1])
 
@@ -148,7 +144,7 @@ def test_a_record_that_fails_does_not_end_a_training(
 def test_the_users_own_prompts_and_rows(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variables of the training's environment. A text is recorded only if one says so."""
+    """Variables of the training's environment. No text of a training row is recorded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (tmp_path / "prompts").write_text("3 plus 4?\n\n12 plus 9?\n")
@@ -159,9 +155,8 @@ def test_the_users_own_prompts_and_rows(
     args = SimpleNamespace(output_dir=str(tmp_path), bf16=False, fp16=False)
     loader = SimpleNamespace(dataset=[{"input_ids": [5, 6, 7]}] * 3)
 
-    def recorded(rows: str, texts: str) -> list[tuple[str, str | None]]:
+    def recorded(rows: str) -> list[tuple[str, str | None]]:
         monkeypatch.setenv("PLUMBLINE_WITNESS_ROWS", rows)
-        monkeypatch.setenv("PLUMBLINE_WITNESS_TEXTS", texts)
         WitnessCallback().on_save(
             args, SimpleNamespace(global_step=1, epoch=0.1), None,
             model=model, processing_class=tokenizer, train_dataloader=loader,
@@ -169,9 +164,9 @@ def test_the_users_own_prompts_and_rows(
         probes = Trained(tmp_path).facts("checkpoint-1")["probes"]
         return [(p["kind"], p["text"]) for p in probes if p["kind"] in ("prompt", "row")]
 
-    assert recorded("0", "0") == [("prompt", None)] * 2
     texts = [("prompt", "3 plus 4?"), ("prompt", "12 plus 9?")]
-    assert recorded("2", "1") == [*texts, ("row", None), ("row", None)]
+    assert recorded("0") == texts
+    assert recorded("2") == [*texts, ("row", None), ("row", None)]
 
 
 def test_rows_of_several_trainers() -> None:

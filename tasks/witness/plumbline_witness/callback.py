@@ -25,9 +25,8 @@ from .record import witness
 
 log = logging.getLogger("plumbline.witness")
 
-PROMPTS, ROWS, TEXTS = (f"PLUMBLINE_WITNESS_{name}" for name in ("PROMPTS", "ROWS", "TEXTS"))
-"""Environment variables: a text file with one prompt a line; number of training rows; 1 to record
-the prompts' texts."""
+PROMPTS, ROWS = "PLUMBLINE_WITNESS_PROMPTS", "PLUMBLINE_WITNESS_ROWS"
+"""Environment variables: a text file with one prompt a line; number of training rows."""
 
 
 class WitnessCallback(TrainerCallback):
@@ -37,18 +36,11 @@ class WitnessCallback(TrainerCallback):
         prompts: texts of one's own to measure; None for the file in PLUMBLINE_WITNESS_PROMPTS.
         rows: number of training examples to measure, by default PLUMBLINE_WITNESS_ROWS or 4. Only
             their first 64 token ids are recorded, no text.
-        texts: True to record the texts of `prompts`; by default if PLUMBLINE_WITNESS_TEXTS is 1.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[str] | None = None,
-        rows: int | None = None,
-        texts: bool | None = None,
-    ) -> None:
+    def __init__(self, prompts: Sequence[str] | None = None, rows: int | None = None) -> None:
         self._prompts = prompts
         self._rows = int(os.environ.get(ROWS, "4")) if rows is None else rows
-        self._texts = os.environ.get(TEXTS) == "1" if texts is None else texts
         self._last: tuple[int, Path] | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -58,7 +50,9 @@ class WitnessCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the final model in the output folder, where `save_model` puts it."""
-        if self._last is not None and self._last[0] == state.global_step and _is_last(state):
+        # The best model, if that was loaded at the end, is another one than the last.
+        is_last = state.best_model_checkpoint is None
+        if self._last is not None and self._last[0] == state.global_step and is_last:
             if state.is_world_process_zero:
                 _copy(self._last[1], Path(args.output_dir) / FOLDER)
             return
@@ -78,7 +72,6 @@ class WitnessCallback(TrainerCallback):
                 folder,
                 prompts=self._own_prompts(),
                 rows=first_rows(getattr(loader, "dataset", None), self._rows),
-                texts=self._texts,
                 facts={"step": state.global_step},
             )
         except Exception as error:  # a record is never worth a training
@@ -95,11 +88,6 @@ class WitnessCallback(TrainerCallback):
         if not path:
             return ()
         return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
-
-
-def _is_last(state: Any) -> bool:
-    """Return False if the best model was loaded at the end: that is another one."""
-    return state.best_model_checkpoint is None
 
 
 def _copy(record: Path, to: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
@@ -13,9 +14,8 @@ from typing import Any
 import torch
 
 PACKAGES = (
-    *("torch", "transformers", "peft", "accelerate", "deepspeed", "bitsandbytes", "trl"),
-    *("llamafactory", "ms-swift", "axolotl", "unsloth", "liger-kernel", "flash-attn", "openrlhf"),
-    "verl",
+    *("torch", "transformers", "peft", "trl"),
+    *("llamafactory", "ms-swift", "axolotl", "unsloth", "openrlhf", "verl"),
 )
 _SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 
@@ -40,14 +40,10 @@ def describe(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 def unwrap(model: Any) -> Any:
     """Return the model inside of DDP, FSDP, DeepSpeed or torch.compile."""
-    for _ in range(8):
-        for name in ("_fsdp_wrapped_module", "_orig_mod", "module"):
-            inner = getattr(model, name, None)
-            if isinstance(inner, torch.nn.Module):
-                model = inner
-                break
-        else:
-            break
+    for name in ("_fsdp_wrapped_module", "_orig_mod", "module"):
+        inner = getattr(model, name, None)
+        if isinstance(inner, torch.nn.Module):
+            return unwrap(inner)
     return model
 
 
@@ -123,12 +119,10 @@ def headers_digest(folder: Path) -> str | None:
 
 
 def _base(config: Any) -> dict[str, Any]:
-    name = str(getattr(config, "_name_or_path", "") or "")
+    name, digest = str(getattr(config, "_name_or_path", "") or ""), None
     folder = base_folder(name) if name else None
-    try:
+    with contextlib.suppress(OSError, ValueError, struct.error):
         digest = None if folder is None else headers_digest(folder)
-    except (OSError, ValueError, struct.error):
-        digest = None
     return {"name": name, "headers_sha256": digest}
 
 
@@ -163,8 +157,6 @@ def _sha256(text: str | None) -> str | None:
 def _versions() -> dict[str, str]:
     versions = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return versions

@@ -30,7 +30,6 @@ def witness(
     *,
     prompts: Sequence[str] = (),
     rows: Iterable[Any] = (),
-    texts: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
     """Measure a live model and write `<out>/plumbline.witness`. Every rank has to call it.
@@ -44,7 +43,6 @@ def witness(
         out: the checkpoint's folder.
         prompts: texts of the user's own, to measure besides the public ones.
         rows: training examples with token ids (`input_ids`).
-        texts: True to record the texts of the user's prompts; ids are recorded in any case.
         facts: further facts to record, e.g. the step.
     """
     rows = list(rows)
@@ -63,7 +61,7 @@ def witness(
             **describe(model, tokenizer),
             **(facts or {}),
             "longest_row": max((len(ids_of_row(row)) for row in rows), default=0),
-            "probes": [_entry(probe, texts) for probe in probes],
+            "probes": [_entry(probe) for probe in probes],
         }
         _write(folder, description, prints)
     return folder
@@ -110,14 +108,9 @@ def _write(
     staging.rename(folder)
 
 
-def _entry(probe: Probe, texts: bool) -> dict[str, Any]:
-    public = probe.kind in ("text", "chat")
-    return {
-        "kind": probe.kind,
-        "number": probe.number,
-        "ids": list(probe.ids),
-        "text": probe.text if texts or public else None,
-    }
+def _entry(probe: Probe) -> dict[str, Any]:
+    ids = list(probe.ids)
+    return {"kind": probe.kind, "number": probe.number, "ids": ids, "text": probe.text}
 
 
 def _rank() -> int:
@@ -127,9 +120,8 @@ def _rank() -> int:
 
 def _same_on_all_ranks(probes: list[Probe]) -> list[Probe]:
     """Return rank 0's probes: with other probes on another rank, a sharded model would hang."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return probes
     shared: list[Any] = [probes]
-    with contextlib.suppress(RuntimeError):
-        torch.distributed.broadcast_object_list(shared, src=0)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            torch.distributed.broadcast_object_list(shared, src=0)
     return list(shared[0])

@@ -7,7 +7,6 @@ no library: two tables of a maker and codes, and tests where a finding has to na
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -450,21 +449,6 @@ def test_a_trainers_folder_names_its_newest_checkpoint(tmp_path: Path) -> None:
     (finding,) = audit(tmp_path).findings
     assert finding.code == "NOTHING_HERE"
     assert finding.fix.endswith(f"source={tmp_path}/checkpoint-1000")
-
-
-def test_links_and_pipes(tmp_path: Path) -> None:
-    root, secret = model()(tmp_path), tmp_path / "id_ed25519"
-    secret.write_text('{"secret": 3}')
-    os.mkfifo(root / "tokenizer.json")
-    (root / "again").symlink_to(root)
-    (root / "lost.bin").symlink_to(tmp_path / "nowhere")
-    (root / "generation_config.json").symlink_to(secret)
-    (root / "environ").symlink_to("/proc/self/environ")
-    files = {each.file: each.severity.value for each in with_code(root, "UNSAFE_FILE")}
-    assert files == {
-        "again": "warning", "lost.bin": "warning", "environ": "error",
-        "generation_config.json": "error", "tokenizer.json": "error",
-    }  # fmt: skip
 
 
 def tokenizer(*added: dict[str, Any], **settings: Any) -> After:

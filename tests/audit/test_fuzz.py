@@ -1,7 +1,7 @@
 """Mutated checkpoints: audit, plans of deliveries and manifests answer with our errors alone.
 
 A case copies a small checkpoint, damages it in one to three places, and reads it in each way that a
-user can. The default suite runs the same 60 cases every time; `make test-all` runs 1,000 new ones.
+user can. The default suite runs the same 40 cases every time; `make test-all` runs 1,000 new ones.
 """
 
 from __future__ import annotations
@@ -37,14 +37,7 @@ VALUES: tuple[Any, ...] = (
     ["x"], {}, {"a": 1}, {"0": {}}, [{"a": []}], -(1 << 63), 10**400, float("nan"), "\x1b[31m",
     "a\nb", "../../x", "/dev/zero", "\0", "float8_e4m3fn", {"": {}}, [1 << 62, 1 << 62], [-1], [0],
 )  # fmt: skip
-"""Values that hardly any key of a configuration or a header may have."""
-HEADERS: tuple[tuple[str, Any], ...] = (
-    *(("dtype", value) for value in ("F99", "F64", "F4", 3)),
-    *(("shape", value) for value in ([1 << 40, 1 << 40], [-1], [], [0], [1.5], [True], [1] * 3000)),
-    *(("data_offsets", value) for value in ([0, 1 << 62], [-4, 0], [8, 4], [0], {}, [0, "4"])),
-    ("", 3), ("extra", 1)
-)  # fmt: skip
-"""Key of a tensor in a header, and a value that it must not have."""
+"""Values that hardly any key of a configuration may have."""
 TEXTS: tuple[Callable[[bytes], bytes], ...] = (
     lambda _: b"",
     lambda _: b"[" * 200_000,
@@ -67,7 +60,6 @@ PLACE = st.integers(0, 10_000)
 """Number of a file, a node, a tensor or a byte: modulo the number that there are."""
 MUTATION = st.one_of(
     st.tuples(st.just("json"), PLACE, PLACE, st.sampled_from(VALUES)),
-    st.tuples(st.just("header"), PLACE, PLACE, st.sampled_from(HEADERS)),
     st.tuples(st.just("text"), PLACE, st.sampled_from(range(len(TEXTS)))),
     st.tuples(st.just("bytes"), PLACE, st.lists(st.tuples(PLACE, st.integers(0, 255)), min_size=1)),
     st.tuples(st.just("copy"), PLACE, st.sampled_from(NAMES)),
@@ -78,7 +70,7 @@ MUTATION = st.one_of(
 def mutate(root: Path, mutation: tuple[Any, ...]) -> None:
     """Damage one file of a checkpoint."""
     kind, place, *how = mutation
-    suffix = {"json": ".json", "header": ".safetensors"}.get(kind, "")
+    suffix = ".json" if kind == "json" else ""
     files = sorted(path for path in root.iterdir() if path.is_file() and not path.is_symlink())
     files = [path for path in files if path.name.endswith(suffix)]
     if not files:
@@ -87,8 +79,6 @@ def mutate(root: Path, mutation: tuple[Any, ...]) -> None:
     raw = path.read_bytes()
     if kind == "json":
         path.write_text(json.dumps(edited(json.loads(raw), *how)))
-    elif kind == "header":
-        path.write_bytes(edited_header(raw, *how))
     elif kind == "text":
         path.write_bytes(TEXTS[how[0]](raw))
     elif kind == "bytes":
@@ -127,16 +117,6 @@ def edited(document: Any, place: int, value: Any) -> Any:
     inside, key = places[place % len(places)]
     inside[key] = value
     return document
-
-
-def edited_header(raw: bytes, place: int, change: tuple[str, Any]) -> bytes:
-    """Alter the entry of one tensor in a safetensors header; the data stays."""
-    length, (key, value) = int.from_bytes(raw[:8], "little"), change
-    entries = json.loads(raw[8 : 8 + length])
-    name = list(entries)[place % len(entries)]
-    entries[name] = {**entries[name], key: value} if key else value
-    head = json.dumps(entries).encode()
-    return struct.pack("<Q", len(head)) + head + raw[8 + length :]
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +185,7 @@ case = given(
 shared = settings(database=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(shared, max_examples=60, derandomize=True)
+@settings(shared, max_examples=40, derandomize=True)
 @case
 def test_mutated_checkpoints(seeds: dict[str, Path], composed: Composed, **made: Any) -> None:
     run_case(seeds, composed, **made)

@@ -17,13 +17,9 @@ from tasks.audit import folder as folders
 from tasks.audit.run import audit
 from tests.audit.making import (
     adapter_tensors,
-    codes,
     make_adapter,
     make_model,
-    make_shards,
     tensors,
-    with_tokenizer,
-    write_json,
 )
 from tests.conftest import PROJECT
 from tests.weights.pickled.corpus import cases
@@ -31,29 +27,31 @@ from tests.weights.pickled.corpus import cases
 BOMB = "(a|a)*(a|aa)+(.*)*(.*)*$"
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return with_tokenizer(make_shards(tmp_path / "it", 2, num_experts=4, auto_map={}))
+def files_with(root: Path, code: str) -> dict[str, str]:
+    findings = audit(root).findings
+    return {each.file: each.severity.value for each in findings if each.code == code}
 
 
-def files_with(root: Path, code: str) -> list[str]:
-    return sorted(finding.file for finding in audit(root).findings if finding.code == code)
-
-
-def test_more_files_than_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "MAX_ENTRIES", 3)
-    assert codes(model)["UNSAFE_FILE"] == "error"
-
-
-def test_endless_folders(tmp_path: Path) -> None:
-    root = make_model(tmp_path / "it")
+def test_links_pipes_and_endless_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, secret = make_model(tmp_path / "it"), tmp_path / "id_ed25519"
+    secret.write_text('{"secret": 3}')
+    os.mkfifo(root / "tokenizer.json")
     deep = root
     for _ in range(60):
         deep = deep / "d"
         deep.mkdir()
-    (root / "loop").symlink_to("loop")
-    (root / "up").symlink_to("..")
-    assert files_with(root, "UNSAFE_FILE") == ["d/d/d/d/d/d", "loop", "up"]
+    for name, target in (
+        ("again", root), ("loop", "loop"), ("lost.bin", tmp_path / "nowhere"),
+        ("generation_config.json", secret), ("environ", "/proc/self/environ"),
+    ):  # fmt: skip
+        (root / name).symlink_to(target)
+    assert files_with(root, "UNSAFE_FILE") == {
+        "d/d/d/d/d/d": "warning", "again": "warning", "loop": "warning", "lost.bin": "warning",
+        "generation_config.json": "error", "environ": "error", "tokenizer.json": "error",
+    }  # fmt: skip
+    monkeypatch.setattr(folders, "MAX_ENTRIES", 3)
+    assert files_with(make_model(tmp_path / "other"), "UNSAFE_FILE") == {}
+    assert files_with(root, "UNSAFE_FILE")[""] == "error"
 
 
 def test_headers_and_documents_of_bombs(tmp_path: Path) -> None:
@@ -70,11 +68,14 @@ def test_headers_and_documents_of_bombs(tmp_path: Path) -> None:
     for size, text in headers:
         length = struct.pack("<Q", size or len(text))
         (root / "model.safetensors").write_bytes(length + text)
-        assert files_with(root, "BAD_HEADER") == ["model.safetensors"]
+        assert [*files_with(root, "BAD_HEADER")] == ["model.safetensors"]
     make_model(root, architectures=["A" * 100_000])
     (root / "tokenizer.json").write_bytes(b"[" * 100_000)
     (root / "generation_config.json").write_bytes(b'{"a":[' + b"0," * 5_000_000 + b"0]}")
-    assert files_with(root, "JSON_UNREADABLE") == ["generation_config.json", "tokenizer.json"]
+    assert files_with(root, "JSON_UNREADABLE").keys() == {
+        "generation_config.json",
+        "tokenizer.json",
+    }
 
 
 MEGABYTES = 700

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,6 @@ _NEVER_ABSENT = _COMPUTE[:8]
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 """Settings of which null, or their absence, is a value: no cap."""
 _OF_PROMPTS = ("add_bos_token", "add_eos_token", "add_prefix_space")
-_OF_IMAGES = ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size", "size")
 
 
 @check(
@@ -147,15 +147,13 @@ def config_changed(source: Source) -> Iterator[Fault]:
     mine, others = (_class_of(each.config(SETTINGS)) for each in (source, base))
     # Where the base names the general class, transformers 5 writes that of the family.
     others = None if others == GENERIC_TOKENIZER.removesuffix("Fast") else others
-    rows = [(SETTINGS, "tokenizer_class", mine, others)]
-    named = [(SETTINGS, name) for name in _OF_PROMPTS]
-    named += [("preprocessor_config.json", name) for name in _OF_IMAGES if source.is_model]
-    for file, key in named:
-        rows.append((file, key, source.config(file).get(key), base.config(file).get(key)))
-    for file, name, value, expected in rows:
+    rows = {"tokenizer_class": (mine, others)}
+    for name in _OF_PROMPTS:
+        rows[name] = source.config(SETTINGS).get(name), base.config(SETTINGS).get(name)
+    for name, (value, expected) in rows.items():
         if value != expected and value is not None and expected is not None:
             text = f"{expected!r}, as the base has"
-            yield Fault(repr(value), text, file, [name], WARNING)
+            yield Fault(repr(value), text, SETTINGS, [name], WARNING)
 
 
 def _computed(source: Source, base: Source) -> Iterator[Fault]:
@@ -206,27 +204,21 @@ def _class_of(settings: Mapping[str, Any]) -> str | None:
 
 @check(
     "GENERATION_SETTINGS", WARNING, needs=(MODEL,),
-    why="vLLM samples by it: it refuses each request with a value out of range",
+    why="vLLM samples by it: greedily, or without the words of the question",
     fix="write the settings of the base, or remove them",
     issues="vLLM #15241, lm-evaluation-harness PR #3160",
 )  # fmt: skip
 def generation_settings(source: Source) -> Iterator[Fault]:
-    """Sampling defaults that servers refuse, or that decide every answer."""
+    """Sampling defaults that decide every answer, unless the base has them, too."""
+    settings = source.config(GENERATION)
     base = source.base.config(GENERATION) if source.base is not None else {}
-    for name, value in source.config(GENERATION).items():
-        if not isinstance(value, int | float):
-            continue
-        refused, odd, words = {
-            # refused by vLLM 0.32 and transformers 5; decisive, unless the base has it, too
-            "temperature": (not 0 <= value <= 2, 0 < value < 0.05, "0, or 0.05 to 2"),
-            "top_p": (not 0 < value <= 1, False, "above 0, at most 1"),
-            "min_p": (not 0 <= value <= 1, False, "0 to 1"),
-            "top_k": (value < -1, False, "-1, 0 or more"),
-            "repetition_penalty": (value <= 0, value > 1.5, "above 0, at most 1.5"),
-        }.get(name, (False, False, ""))
-        if refused or (odd and base.get(name) != value):
-            severity = ERROR if refused else None
-            yield Fault(f"{name} {value}", words, file=GENERATION, severity=severity)
+    for name, least, most, words in (
+        ("temperature", 0.0, 0.05, "0, or 0.05 and more"),
+        ("repetition_penalty", 1.5, math.inf, "at most 1.5"),
+    ):
+        value = settings.get(name)
+        if isinstance(value, int | float) and least < value < most and base.get(name) != value:
+            yield Fault(f"{name} {value}", words, file=GENERATION)
 
 
 _STATES: Mapping[str, tuple[str, ...]] = {

@@ -8,17 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, also, check
 from tasks.audit.checks.adapter import adapter_keys, is_lora, plain_module
-from tasks.audit.checks.adapter_base import fits_base
 from tasks.audit.checks.values import has_values
 from tasks.audit.class_contract import perform_apart
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
-from tasks.weights.expected import blocks, comparable
-from tasks.weights.files.dtypes import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
 from tasks.weights.pairing import renamed_keys
 from tasks.weights.perform import perform
@@ -135,7 +130,7 @@ def merge_not_proven(source: Source) -> Iterator[Fault]:
     fix="merge with Plumbline, which rounds without bias: {again}",
 )  # fmt: skip
 def merge_rounded(source: Source) -> Iterator[Fault]:
-    """Rounding threw away part of what the adapter learned; an info if a merge would."""
+    """Rounding threw away part of what the adapter learned."""
     proof = _compared(source)
     if proof.ok and proof.kept < _KEPT:
         touched = (each for each in proof.verdicts if each.touched and each.sums is not None)
@@ -216,24 +211,3 @@ def live_names(source: Source) -> Iterator[Fault]:
         expected = f"{PEFT_PREFIX}{renamed[f'{moved[0]}.weight'].removesuffix('.weight')}"
         text = f"{PEFT_PREFIX}{moved[0]}, a name of transformers 4"
         yield Fault(text, expected, tensors=moved)
-
-
-@also("MERGE_ROUNDED", needs=(fits_base,))
-def rounds_away(source: Source) -> Iterator[Fault]:
-    """Merging this adapter with rounding to nearest loses part of it (with values=true)."""
-    plan = source.once(_plan) if source.values else None
-    if not isinstance(plan, Planned):
-        return
-    update, kept = 0.0, {"BF16": 0.0, "F16": 0.0}
-    for op in plan.plan.ops:
-        if not op.terms or comparable(op, plan.sources):
-            continue
-        for block in blocks(op, plan.sources, sampled=True):
-            update += float(np.vdot(block.change, block.change))
-            for dtype in kept:
-                gained = rounded(block.base + block.change, dtype) - block.base
-                kept[dtype] += float(np.vdot(gained, block.change))
-    if update and kept["BF16"] < _KEPT * update:
-        shares = [f"{share / update:.0%} in {name}" for name, share in kept.items()]
-        text = f"rounding the merged weights to nearest keeps {' and '.join(shares)}"
-        yield Fault(text, "all of it", severity=INFO)

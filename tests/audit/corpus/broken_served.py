@@ -72,7 +72,6 @@ def _cut(document: dict[str, Any]) -> None:
 
 
 BROKEN_SERVED: dict[str, Broken] = {
-    "top_p of 5": Broken("GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, top_p=5.0)),
     "greedy by temperature": Broken(
         "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, temperature=0.01)),
     "a penalty for every word of the question": Broken(

@@ -51,15 +51,9 @@ def draw(stage: str, curves: Curves) -> list[Figure]:
         points, validation = curves.get(metric, []), curves.get(f"eval/{metric}", [])
         if max(len(points), len(validation)) > 1:
             x_label = "optimizer step" if metric in ("loss", "lr") else "step"
-
-            def lines(
-                axes: Any, points: Any = points, validation: Any = validation,
-                labels: tuple[str, str] = (x_label, unit),
-            ) -> None:  # fmt: skip
-                _curves(axes, points, validation, *labels)
-
-            label = f"{title} by step"
-            figures.append(Figure(title, _picture(label, f"{stage}/{metric}", lines)))
+            label, salt = f"{title} by step", f"{stage}/{metric}"
+            svg = _picture(label, salt, _curves, points, validation, x_label, unit)
+            figures.append(Figure(title, svg))
     return figures
 
 
@@ -88,54 +82,54 @@ def histogram(
     stage: str, title: str, unit: str, before: Sequence[float], after: Sequence[float]
 ) -> Figure:
     """Return the histogram of values before and after training; `before` may be empty."""
+    return Figure(title, _picture(title, f"{stage}/{title}", _bars, unit, before, after))
+
+
+def _bars(axes: Any, unit: str, before: Sequence[float], after: Sequence[float]) -> None:
     values = [*before, *after]
     low, high = min(values), max(values)
     are_counts = all(value == int(value) for value in values) and high - low < _BINS
     bins = int(high - low) + 1 if are_counts else _BINS
     edges = (low - 0.5, high + 0.5) if are_counts or low == high else (low, high)
-
-    def bars(axes: Any) -> None:
-        for numbers, colour, label, style in (
-            (before, _SECOND, "before", "--"), (after, _LINE, "after", "-"),
-        ):  # fmt: skip
-            if numbers:
-                axes.hist(
-                    numbers, bins=bins, range=edges, histtype="step", color=colour, label=label,
-                    linewidth=1.5, linestyle=style,
-                )  # fmt: skip
-        axes.set_xlabel(unit)
-        axes.set_ylabel("responses")
-        if before:
-            axes.legend()
-
-    return Figure(title, _picture(title, f"{stage}/{title}", bars))
+    for numbers, colour, label, style in (
+        (before, _SECOND, "before", "--"), (after, _LINE, "after", "-"),
+    ):  # fmt: skip
+        if numbers:
+            axes.hist(
+                numbers, bins=bins, range=edges, histtype="step", color=colour, label=label,
+                linewidth=1.5, linestyle=style,
+            )  # fmt: skip
+    axes.set_xlabel(unit)
+    axes.set_ylabel("responses")
+    if before:
+        axes.legend()
 
 
 def row_lengths(stage: str, bins: Sequence[tuple[int, int]], max_len: int) -> Figure:
     """Return the lengths of the training rows, as (largest length, rows), with `train.max_len`."""
-
-    def bars(axes: Any) -> None:
-        from matplotlib.ticker import FuncFormatter, NullFormatter
-
-        ends = [end for end, _ in bins]
-        starts = [max(1, ends[0] - 1), *ends[:-1]]
-        widths = [end - start or 1 for start, end in zip(starts, ends, strict=True)]
-        axes.bar(starts, [rows for _, rows in bins], widths, align="edge", color=_LINE)
-        limit = f"train.max_len={max_len}"
-        axes.axvline(max_len, color=_SECOND, linestyle="--", linewidth=1.5, label=limit)
-        axes.set_axisbelow(True)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlabel("tokens")
-        axes.set_ylabel("rows")
-        axes.legend()
-
     title = "Length of training rows"
-    return Figure(title, _picture(title, f"{stage}/{title}", bars))
+    return Figure(title, _picture(title, f"{stage}/{title}", _lengths, bins, max_len))
 
 
-def _picture(label: str, salt: str, draw_on: Callable[[Any], None]) -> str:
+def _lengths(axes: Any, bins: Sequence[tuple[int, int]], max_len: int) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    ends = [end for end, _ in bins]
+    starts = [max(1, ends[0] - 1), *ends[:-1]]
+    widths = [end - start or 1 for start, end in zip(starts, ends, strict=True)]
+    axes.bar(starts, [rows for _, rows in bins], widths, align="edge", color=_LINE)
+    limit = f"train.max_len={max_len}"
+    axes.axvline(max_len, color=_SECOND, linestyle="--", linewidth=1.5, label=limit)
+    axes.set_axisbelow(True)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("rows")
+    axes.legend()
+
+
+def _picture(label: str, salt: str, draw_on: Callable[..., None], *arguments: Any) -> str:
     """Return one pair of axes as SVG."""
     from matplotlib import figure, rc_context
 
@@ -148,7 +142,7 @@ def _picture(label: str, salt: str, draw_on: Callable[[Any], None]) -> str:
     with rc_context(style):
         drawn = figure.Figure(figsize=(4.4, 2.7), layout="constrained")
         axes = drawn.add_subplot()
-        draw_on(axes)
+        draw_on(axes, *arguments)
         axes.grid(linewidth=0.6)
         file = StringIO()
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))

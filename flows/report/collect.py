@@ -65,7 +65,6 @@ class Collected:
         lengths: (largest length of a bin, training rows) by the name of the training stage, and
             `train.max_len`.
         samples: prompt, expected text, responses before and after training.
-        failed: failed checks: stage, name, expected, found.
         versions: versions of libraries, from the manifests.
         config: the configuration as YAML.
     """
@@ -75,7 +74,6 @@ class Collected:
     curves: dict[str, Curves] = field(default_factory=dict)
     lengths: dict[str, tuple[list[tuple[int, int]], int]] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-    failed: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     config: str = ""
 
@@ -94,7 +92,6 @@ def collect(folder: Path) -> Collected:
     for entry in collected.summary["stages"]:
         artifact = Path(entry["artifact"])
         collected.stages.append(_stage(entry))
-        collected.failed += _failed_checks(entry["name"], artifact)
         manifest = document(artifact / MANIFEST)
         versions |= manifest.get("versions", {})
         if _TRAINING.fullmatch(entry["name"]):
@@ -121,13 +118,6 @@ def _stage(entry: Mapping[str, Any]) -> Stage:
     state = "reused" if entry["reused"] else "ran"
     checks, drift = entry["tensors_checked"], entry.get("handoff")
     return Stage(name, step, entry["seconds"], state, checks, entry["artifact"], drift)
-
-
-def _failed_checks(stage: str, artifact: Path) -> Iterator[dict[str, Any]]:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        for check in json.loads((artifact / "contract.json").read_text()):
-            if not check["ok"]:
-                yield {"stage": stage, **cleaned(check)}
 
 
 def _add_training(

@@ -104,7 +104,7 @@ def head_place(source: Source) -> Iterator[Fault]:
     issues="OpenRLHF #1039, OpenRLHF #872, OpenRLHF #542",
 )  # fmt: skip
 def head_labels(source: Source) -> Iterator[Fault]:
-    """The head's rows and the number of labels in config.json disagree, or there are two labels."""
+    """The head's rows and the number of labels in config.json disagree."""
     head, config = source.once(_detected).head, source.config()
     if head is None or head.dialect not in ("openrlhf", "transformers") or len(head.shape) != 2:
         return  # value heads always have one row
@@ -114,10 +114,6 @@ def head_labels(source: Source) -> Iterator[Fault]:
     if rows and rows != labels:
         text, fix = f"{rows} rows, {labels} labels", setting(CONFIG, num_labels=rows)
         yield Fault(text, f"num_labels={rows}", CONFIG, [key], fix=fix)
-    elif rows == _LABELS:
-        why = "correct for two classes; in a reward model it is a loader's random head"
-        fix = "if it should be a reward model: the head was lost, train again"
-        yield Fault("2 labels", "1 for a reward", CONFIG, [key], INFO, why, fix)
 
 
 @check(

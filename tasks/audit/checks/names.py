@@ -7,7 +7,7 @@ in milliseconds. Other classes are built by transformers in a child process, wit
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from tasks.audit.tensor_names import (
 )
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
-from tasks.weights.heads import BUFFERS, OPENRLHF, module_names
+from tasks.weights.heads import OPENRLHF
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER
 from tasks.weights.model import model_facts, plain_model
 from tasks.weights.model_class import oversized
@@ -223,19 +223,13 @@ def experts_fused(source: Source) -> Iterator[Fault]:
 
 _LM_HEAD = "lm_head.weight"
 _VOCABULARY = ("model.embed_tokens.weight", _LM_HEAD)
-_LEFT_BY_OLD = ("rotary_emb.inv_freq",)
-"""Buffers that transformers 4 saved; every loader skips them."""
 
 
 @dataclass(frozen=True)
 class _Class:
-    """Tensors of a model's class: shapes by key on disk, and keys that may be absent.
-
-    `problem` is why the class cannot be built.
-    """
+    """Shapes of the tensors of a model's class by key on disk; or why it cannot be built."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    optional: Collection[str] = ()
     problem: str = ""
 
 
@@ -245,25 +239,18 @@ def _class_of(source: Source) -> _Class | None:
     if is_declared_elsewhere(source) or "ARCHITECTURE_KEYS" in source.codes or oversized(config):
         return None  # packed weights have other names and shapes
     facts = plain_model(_causal(config), "bfloat16", None)
-    if facts is None:
-        if not (source.values and can_be_built(source)):
-            return None
+    if facts is None and source.values and can_be_built(source):
         disk = {key: tuple(tensor.shape) for key, tensor in source.tensors.items()}
         try:
             facts = perform_apart(model_facts, source.folder.root, "bfloat16", disk)
         except ArtifactError as error:
             return _Class(problem=error.message)
-        built = {tensor.name: tensor.shape for tensor in facts.tensors}
-        return _Class(built, {*facts.tied, *facts.unread})
+    if facts is None:
+        return None
     shapes = {tensor.name: tensor.shape for tensor in facts.tensors}
-    optional = set(facts.tied)
     if source.kind is Kind.REWARD:
-        optional |= {_LM_HEAD, *BUFFERS}
-        shapes.pop(_LM_HEAD, None)
-    heads = {*module_names(config), "v_head"} if source.kind is not Kind.MODEL else set()
-    keys = source.once(plain_tensors)
-    optional |= {key for key in keys if key.partition(".")[0] in heads}
-    return _Class(shapes, optional)
+        shapes.pop(_LM_HEAD, None)  # the plain model is that of the language model
+    return _Class(shapes)
 
 
 def _causal(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -360,30 +347,6 @@ def _lost_experts(source: Source) -> list[str]:
     ends = tuple({f".{block.rpartition('.')[2]}.gate.weight" for block in blocks})[:_MOST]
     routers = (key for key in source.once(plain_tensors) if key.endswith(ends))
     return lost + [key for key in routers if key.removesuffix(".gate.weight") not in blocks]
-
-
-@check(
-    "TENSOR_UNEXPECTED", WARNING, needs=(MODEL, WHOLE),
-    why="transformers ignores them, vLLM stops: `There is no module or parameter named ...`",
-    fix="remove them, or set the class in config.json that they belong to",
-    issues="unsloth #1770",
-)  # fmt: skip
-def tensor_unexpected(source: Source) -> Iterator[Fault]:
-    """Tensors that the model's class does not have."""
-    of_class = source.once(_class_of)
-    if of_class is None or of_class.problem:
-        return
-    known = {model_name(key) for key in source.explained} | {*of_class.shapes, *of_class.optional}
-    odd = [
-        key
-        for key in source.once(plain_tensors)
-        if key not in known and not key.endswith(_LEFT_BY_OLD)
-    ]
-    if odd:
-        severity = ERROR if source.codes.get("TENSOR_MISSING") is ERROR else None
-        text = f"{len(odd)} that the class does not have"
-        expected = f"the tensors of {first_architecture(source.config())}"
-        yield Fault(text, expected, tensors=odd, severity=severity)
 
 
 @check(

@@ -21,7 +21,7 @@ from tasks.core.terminal import typed
 from tasks.weights.files.documents import MANIFEST, own_manifest
 from tasks.weights.files.reader import index_of
 from tasks.weights.files.tensors import Tensors
-from tasks.weights.heads import OPENRLHF, SIDE_FILES, architectures, wrapped_class
+from tasks.weights.heads import OPENRLHF, SIDE_FILES, architectures
 from tasks.weights.shards import PARTITIONS
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -209,18 +209,12 @@ def _is_head(weights: Weights) -> bool:
 
 
 def _adapter(folder: Folder, weights: Weights) -> str:
-    config = folder.json(ADAPTER_CONFIG)
+    config, stored = (
+        folder.json(ADAPTER_CONFIG),
+        _stored(weights) if weights.files else "no weights",
+    )
     rank = f" of rank {config['r']}" if type(config.get("r")) is int else ""
-    dora = "DoRA " if config.get("use_dora") else ""
-    stored = _stored(weights) if weights.files else "no weights"
-    wrapped, head = wrapped_class(config), ""
-    if any("v_head." in key for key in weights.tensors) or {*SIDE_FILES} & folder.files.keys():
-        head = " with a value head"
-    elif wrapped in OPENRLHF:
-        head = f" of an OpenRLHF {'critic' if wrapped == 'CriticModel' else 'reward model'}"
-    elif config.get("task_type") == "SEQ_CLS":
-        head = " of a reward model"
-    return f"a PEFT {dora}adapter{rank} ({stored}){head}"
+    return f"a PEFT {'DoRA ' if config.get('use_dora') else ''}adapter{rank} ({stored})"
 
 
 def _model(folder: Folder, weights: Weights) -> tuple[Kind, str]:
@@ -242,10 +236,10 @@ def _model(folder: Folder, weights: Weights) -> tuple[Kind, str]:
 def _shards(folder: Folder) -> str:
     """Describe Plumbline's shards: of an adapter or of a full model."""
     partitions = folder.json(PARTITIONS)
-    mode, ranks = partitions.get("mode"), partitions.get("world_size")
-    kinds = {"adapter": " of a LoRA adapter", "full": " of a full model"}
+    ranks = partitions.get("world_size")
     count = f" of {ranks} ranks" if type(ranks) is int else ""
-    return f"Plumbline's shards{kinds.get(str(mode), '')}{count}"
+    of = {"adapter": " of a LoRA adapter", "full": " of a full model"}
+    return f"Plumbline's shards{of.get(str(partitions.get('mode')), '')}{count}"
 
 
 def _named_base(folder: Folder) -> Path | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tasks.audit.known import text_config
 from tasks.audit.source import Source
-from tasks.weights.files.names import PEFT_PREFIX, unwrap
+from tasks.weights.files.names import PEFT_PREFIX, file_key, unwrap
 from tasks.weights.files.tensors import Tensor, Tensors
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER
 
@@ -18,15 +18,6 @@ _ORIGINAL = ".original_module."
 """Part of the key of an untrained copy, which PEFT keeps beside a module of `modules_to_save`."""
 _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
 _LEFT_BY_PEFT = re.compile(r"\.(lora_\w+|original_module|token_adapter)(\.|$)")
-_NAMED = (
-    (re.compile(r"(?P<at>.+\.lora_[AB])\.(?!(?:weight|bias)$)[^.]+(?P<tail>\.weight|\.bias)"),
-     r"\g<at>\g<tail>"),
-    (re.compile(r"(?P<at>.+\.lora_embedding_[AB])\.[^.]+"), r"\g<at>"),
-    (re.compile(r"(?P<at>.+\.lora_magnitude_vector)\.[^.]+(\.weight)?"), r"\g<at>"),
-    (re.compile(r"(?P<at>.+)\.modules_to_save\.[^.]+(?P<tail>\.(weight|bias))"), r"\g<at>\g<tail>"),
-    (re.compile(r"(?P<at>.+\.trainable_tokens_delta)\.[^.]+"), r"\g<at>"),
-)  # fmt: skip
-"""Pattern of a key of a PEFT model in memory, and the key in its file."""
 
 
 def model_name(key: str) -> str:
@@ -40,11 +31,8 @@ def adapter_name(key: str) -> str:
     plain = unwrap(key)
     if "v_head." in plain:
         return plain
-    for live, kept in _NAMED:
-        match = live.fullmatch(plain)
-        if match:
-            plain = match.expand(kept)
-    return plain if plain.startswith(PEFT_PREFIX) else f"{PEFT_PREFIX}{plain}"
+    plain = plain if plain.startswith(PEFT_PREFIX) else f"{PEFT_PREFIX}{plain}"
+    return file_key(plain)[0]
 
 
 def plain_tensors(source: Source) -> Tensors:
@@ -88,8 +76,13 @@ def tail_of(name: str) -> str:
     return match[1] if match else name.rpartition(".")[2]
 
 
-_INPUT = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
-_OUTPUT = ("lm_head", "embed_out")
+INPUT = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
+OUTPUT = ("lm_head", "embed_out")
+"""Names of the modules of embeddings."""
+TOWER = re.compile(
+    r"(^|\.)(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|"
+    r"multi_modal_projector|mlp1)\."
+)
 _ELSEWHERE = re.compile(
     r"\.\d+\.|position|(^|\.)(visual|vision_\w+|audio_\w+|image_\w+|qformer|mtp)\."
 )
@@ -119,7 +112,7 @@ def embeddings_of(tensors: Tensors, config: Mapping[str, Any]) -> Embeddings:
         (tied,) = stated
     elif not stated and text_config(config).get("model_type") in _TIED_BY_DEFAULT:
         tied = True
-    return Embeddings(_find(tensors, _INPUT), _find(tensors, _OUTPUT), tied)
+    return Embeddings(_find(tensors, INPUT), _find(tensors, OUTPUT), tied)
 
 
 def _find(tensors: Tensors, leaves: tuple[str, ...]) -> str:

@@ -10,7 +10,7 @@ from itertools import islice
 from tasks.audit.check import ERROR, WARNING, Fault, check, some
 from tasks.audit.known import texts
 from tasks.audit.source import ADAPTER_CONFIG, Kind, Source
-from tasks.audit.tensor_names import adapter_name
+from tasks.audit.tensor_names import INPUT, OUTPUT, TOWER, adapter_name
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.tensors import Tensor
 from tasks.weights.heads import SIDE_FILES
@@ -222,7 +222,7 @@ _HEADS = ("classifier", "score")
 """peft adds both to modules_to_save for a classifier, which has one of them."""
 _ALL_HEADS = ("v_head", *_HEADS)
 """`heads` covers them."""
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
+_EMBEDDINGS = (*INPUT, *OUTPUT)
 """Modules that `save_embedding_layers="auto"` stores in full when the vocabulary has grown."""
 
 
@@ -268,12 +268,6 @@ def _is_of(modules: Iterable[str], key: str) -> bool:
     return any(at.endswith(module) or f".{module}." in f".{at}." for module in modules)
 
 
-_TOWER = re.compile(
-    r"(^|\.)(visual|vision_tower|vision_model|audio_tower|vision_encoder|multi_modal_projector"
-    r"|image_tower|mlp1)\."
-)
-
-
 @check(
     "VLLM_LORA", WARNING, needs=(is_lora,),
     why="vLLM, for some families SGLang too, leaves these parts of an adapter out without a word",
@@ -287,7 +281,7 @@ def ignored_by_vllm(source: Source) -> Iterator[Fault]:
         expected = "target_modules, or a server that applies them"
         yield Fault(f"target_parameters {some(parameters)}", expected, file=ADAPTER_CONFIG)
     pairs = source.once(adapter_keys).pairs
-    towers = [name for name in pairs if _TOWER.search(name)]
+    towers = [name for name in pairs if TOWER.search(name)]
     if towers:
         text, expected = f"{len(towers)} pairs on a tower", "pairs on the language model"
         yield Fault(text, expected, tensors=towers)

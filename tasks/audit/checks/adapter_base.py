@@ -16,7 +16,7 @@ from tasks.audit.checks.adapter import (
 )
 from tasks.audit.known import is_multimodal, text_config
 from tasks.audit.source import ADAPTER_CONFIG, Source
-from tasks.audit.tensor_names import Embeddings, embeddings_of, tail_of
+from tasks.audit.tensor_names import OUTPUT, Embeddings, embeddings_of, tail_of
 from tasks.core.errors import first_and_more
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.lora_config import targeted_modules
@@ -31,8 +31,6 @@ _TEXT, _WRAPPED = "model.layers.", re.compile(r"(model\.)?language_model\..*\.\d
 _TEXT_NAMES_TAKEN = ("ministral3", "mistral")
 """Text models whose names vLLM maps to the multimodal model (its `mistral3.py`)."""
 _MANY = 200
-_TIED = ("lm_head", "embed_out")
-"""Names of output embeddings, which are not on disk if they are tied."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Base:
     def has(self, module: str) -> bool:
         """Return True if it has the module, under this name or inside another model."""
         tail = tail_of(module)
-        tied = not self.embeddings.output and tail in _TIED
+        tied = not self.embeddings.output and tail in OUTPUT
         return module in self.modules or tail in self.tails or tied
 
 

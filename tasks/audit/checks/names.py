@@ -25,6 +25,7 @@ from tasks.audit.known import (
 )
 from tasks.audit.source import CONFIG, Kind, Source
 from tasks.audit.tensor_names import (
+    TOWER,
     adapter_name,
     cannot_rename,
     embeddings_of,
@@ -110,10 +111,6 @@ def architecture(source: Source) -> Iterator[Fault]:
         yield Fault(f"{name} with model_type {kind!r}", expected, file=CONFIG)
 
 
-_TOWER = re.compile(
-    r"(^|\.)(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|"
-    r"multi_modal_projector)\."
-)
 _WRAPPED = re.compile(r"^(model\.)?language_model\.")
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSequenceClassification")
 _TEXT_HEADS = _HEADS[:2]
@@ -134,7 +131,7 @@ def architecture_keys(source: Source) -> Iterator[Fault]:
     if source.kind is Kind.VALUE or not keys or name not in known_classes():
         return  # remote code may use any keys
     multimodal = is_multimodal(config)
-    towers = [key for key in keys if _TOWER.search(key)]
+    towers = [key for key in keys if TOWER.search(key)]
     wrapped = [key for key in keys if _WRAPPED.match(key)]
     short = [key for key in wrapped if key.removeprefix("language_model.").startswith(_BARE)]
     doubled = [key for key in keys if key.startswith("model.model.")]

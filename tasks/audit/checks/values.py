@@ -17,6 +17,7 @@ from tasks.audit.checks.names import other_sizes
 from tasks.audit.known import of_text, whole
 from tasks.audit.scan import differ, first_difference, same_header, scan
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
+from tasks.audit.tensor_names import embeddings_of
 from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.identity import base_mismatch
 from tasks.weights.files.names import parse_peft
@@ -203,7 +204,6 @@ def _products(source: Source, base: Source, key: str) -> NDArray[np.float64]:
     return sums
 
 
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _PROJECTION = re.compile(
     r"\.(?:(?:[qkvo]|out|qkv|gate|up|down|gate_up)_proj|c_attn|c_proj|c_fc|fc[12]|w[123]"
     r"|query_key_value|dense|dense_h_to_4h|dense_4h_to_h)(?:\.weight)?$"
@@ -235,6 +235,7 @@ def not_finite(source: Source) -> Iterator[Fault]:
 def constant_rows(source: Source) -> Iterator[Fault]:
     """Rows of zeros or of equal elements; an error where a whole matrix of a model is."""
     padding = whole(of_text(source.config(), "pad_token_id"))  # zero by design
+    embedding = embeddings_of(source.tensors, source.config()).input
     for name, seen in source.once(scan).items():
         shape, count = source.tensors[name].shape, seen.zero_rows + seen.constant_rows
         if len(shape) not in (2, 3) or ".lora_" in name or seen.nonfinite:
@@ -246,7 +247,7 @@ def constant_rows(source: Source) -> Iterator[Fault]:
         elif count == shape[0] > 1 and is_needed:
             text = f"all {count} rows"
             yield Fault(text, "a trained matrix", tensors=[name], severity=ERROR)
-        elif count > 1 or (count and not (name.endswith(_EMBEDDINGS) and padding in seen.rows)):
+        elif count > 1 or (count and not (name == embedding and padding in seen.rows)):
             text = f"{count} of {shape[0]} rows: {some(seen.rows)}"
             yield Fault(text, "trained rows", tensors=[name])
 

@@ -56,6 +56,14 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     return plain if len(plain) == len(stored) else {name: name for name in stored}
 
 
+def file_key(plain: str) -> tuple[str, str]:
+    """Return the key in a PEFT file of a live name, and its adapter; the name and "" for others."""
+    for live, kept in _LIVE:
+        if match := live.fullmatch(plain):
+            return match.expand(kept), match["adapter"]
+    return plain, ""
+
+
 def live_to_peft(name: str, adapter: str = "default") -> str:
     """Return the PEFT file key of a trainable parameter of a live PEFT model.
 
@@ -63,10 +71,9 @@ def live_to_peft(name: str, adapter: str = "default") -> str:
     a whole, token rows, and biases, which keep the base's name. Raises ContractError for others.
     """
     plain = unwrap(name)
-    for live, kept in _LIVE:
-        match = live.fullmatch(plain)
-        if match and match["adapter"] == adapter:
-            return match.expand(kept)
+    key, owner = file_key(plain)
+    if owner == adapter:
+        return key
     if plain.startswith(PEFT_PREFIX) and plain.endswith(".bias") and ".lora_" not in plain:
         return plain
     raise ContractError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from tests.audit.making import (
     make_adapter,
     make_model,
     tensors,
+    write_json,
 )
 from tests.conftest import PROJECT
 from tests.weights.pickled.corpus import cases

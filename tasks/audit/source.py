@@ -107,6 +107,13 @@ class Source:
         return self.base is not None and self.base.is_model
 
     @property
+    def known_base(self) -> Source:
+        """The base, for checks that need one. Raises LookupError."""
+        if self.base is None:
+            raise LookupError("no base")
+        return self.base
+
+    @property
     def tensors(self) -> Tensors:
         """Headers of its tensors; hashes in the manifest of an audited folder are not read."""
         return self.weights.tensors

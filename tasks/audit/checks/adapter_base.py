@@ -58,7 +58,7 @@ class Base:
 
 def _modules(source: Source) -> Base:
     """Read the modules of the base from the shapes of its tensors."""
-    base = _base(source)
+    base = source.known_base
     modules: dict[str, tuple[int, ...]] = {}
     tails: dict[str, tuple[int, ...] | None] = {}
     for key, tensor in base.tensors.items():
@@ -71,12 +71,6 @@ def _modules(source: Source) -> Base:
     embeddings = embeddings_of(base.tensors, base.config())
     both = (embeddings.input, embeddings.output or "lm_head.weight")
     return Base(modules, tails, embeddings, {key.removesuffix(".weight") for key in both if key})
-
-
-def _base(source: Source) -> Source:
-    if source.base is None:
-        raise LookupError("no base")
-    return source.base
 
 
 def fits_base(source: Source) -> bool:
@@ -94,7 +88,7 @@ def fits_base(source: Source) -> bool:
 )  # fmt: skip
 def undecodable_base(source: Source) -> Iterator[Fault]:
     """A base whose quantised weights cannot be decoded."""
-    base = _base(source)
+    base = source.known_base
     config, root = base.config(), base.folder.root
     refused = refusal(config)
     findings = [refused] if refused else []
@@ -109,7 +103,7 @@ def undecodable_base(source: Source) -> Iterator[Fault]:
 def qlora_base(source: Source) -> Iterator[Fault]:
     """An adapter that was trained on a 4-bit base."""
     name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
-    config = _base(source).config()
+    config = source.known_base.config()
     why = "4-bit weights differ from 16-bit ones by more than most adapters change them"
     fix = "merge it with merge.base=dequantized, on the base that it was trained on"
     text = ""
@@ -147,7 +141,7 @@ def module_names(source: Source) -> Iterator[Fault]:
             name, right = next(iter(renamed.items()))
             actual, expected = f"{PEFT_PREFIX}{name}", f"{PEFT_PREFIX}{right}"
             yield Fault(actual, expected, tensors=list(renamed))
-    model, config = _base(source), _base(source).config()
+    model, config = source.known_base, source.known_base.config()
     if not is_multimodal(config) or text_config(config).get("model_type") in _TEXT_NAMES_TAKEN:
         return
     wrapped = [key for key in model.tensors if _WRAPPED.match(key)]
@@ -181,7 +175,7 @@ def _is_elsewhere(module: str) -> bool:
 )  # fmt: skip
 def pair_shapes(source: Source) -> Iterator[Fault]:
     """LoRA pairs, or embeddings, whose sizes do not fit the base: one finding for each size."""
-    base, config = source.once(_modules), _base(source).config()
+    base, config = source.once(_modules), source.known_base.config()
     if stored(config) is not None and not is_fp8(config):
         return  # packed weights have other shapes than their modules
     wrong: dict[tuple[str, str], list[str]] = {}
@@ -206,7 +200,7 @@ def grown_vocabulary(source: Source) -> Iterator[Fault]:
     keys, base = source.once(adapter_keys), source.once(_modules)
     if not base.embeddings.input:
         return
-    rows = _base(source).tensors[base.embeddings.input].shape[0]
+    rows = source.known_base.tensors[base.embeddings.input].shape[0]
     resized = [
         name
         for name, tensor in keys.whole.items()

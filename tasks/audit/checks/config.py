@@ -139,9 +139,7 @@ def rope(config: Mapping[str, Any]) -> dict[str, Any]:
 )  # fmt: skip
 def config_changed(source: Source) -> Iterator[Fault]:
     """A setting that differs from the base's; a warning where training may change it."""
-    base = source.base
-    if base is None:
-        return
+    base = source.known_base
     if source.is_model and source.config() and base.config():
         yield from _computed(source, base)
     mine, others = (_class_of(each.config(SETTINGS)) for each in (source, base))

@@ -41,10 +41,10 @@ def knows_adapter(source: Source) -> bool:
 
 def _proof(source: Source) -> Proof | str:
     """Compare every element with base + scale * B A; returns the reason if that is impossible."""
-    if source.base is None or source.adapter is None:
-        return "no base, or no adapter"
+    if source.adapter is None:
+        return "no adapter"
     try:
-        made = planned(source.base.folder.root, source.adapter, perform=perform_apart)
+        made = planned(source.known_base.folder.root, source.adapter, perform=perform_apart)
         return prove_merge(made.plan, made.sources, source.tensors, tied=made.tied)
     except PlumblineError as error:
         return error.message
@@ -173,11 +173,9 @@ def may_plan(source: Source) -> bool:
 
 def _plan(source: Source) -> Planned | PlumblineError:
     """Plan the merge, here where transformers is loaded anyway, else in a child process."""
-    if source.base is None:
-        raise LookupError("no base")
     run = perform if "transformers" in sys.modules else perform_apart
     try:
-        return planned(source.base.folder.root, source.folder.root, perform=run)
+        return planned(source.known_base.folder.root, source.folder.root, perform=run)
     except PlumblineError as error:
         return error
 

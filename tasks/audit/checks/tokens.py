@@ -409,10 +409,9 @@ def _plain(step: Any) -> Any:
 )  # fmt: skip
 def tokenizer_not_of_base(source: Source) -> Iterator[Fault]:
     """A tokenizer that splits or numbers texts otherwise than the base's; tokens may be added."""
-    if source.base is None:
-        return
-    if source.once(tokens_of).rows and source.base.once(tokens_of).rows:  # else no loader takes it
-        changed = list(_changes(source, source.base))
+    base = source.known_base
+    if source.once(tokens_of).rows and base.once(tokens_of).rows:  # else no loader takes it
+        changed = list(_changes(source, base))
         if changed:
             yield Fault("; ".join(changed), "as the base has; tokens may be added", file=TOKENIZER)
 

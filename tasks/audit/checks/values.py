@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from tasks.audit.tensor_names import embeddings_of
 from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.identity import base_mismatch
 from tasks.weights.files.names import parse_peft
-from tasks.weights.files.tensors import Reader
+from tasks.weights.files.tensors import Reader, Tensor
 
 _LEAST, _COSINE = 0.5, 0.5
 """Least ratio of norms, and least median cosine, of a trained model's matrices to its base's.
@@ -97,8 +98,8 @@ def has_values(source: Source) -> bool:
 )  # fmt: skip
 def merged_equals_base(source: Source) -> Iterator[Fault]:
     """Every tensor equals the base's; a warning if some layers do, and others do not."""
-    base, kinds = source.base, dict[str, dict[bool, list[str]]]()
-    if base is None or "TENSOR_MISSING" in source.codes:
+    base, kinds = source.known_base, dict[str, dict[bool, list[str]]]()
+    if "TENSOR_MISSING" in source.codes:
         return
     both = [key for key in source.tensors if same_header(key, source, base)]
     if both and len(both) == len(source.tensors) and first_difference(source, base, both) is None:
@@ -166,18 +167,16 @@ def _median(cosines: Mapping[str, float]) -> float:
 
 def _ratios_and_cosines(source: Source) -> tuple[dict[str, float], dict[str, float]]:
     """Compare the matrices that source and base have; heads may be trained anew."""
-    base = source.base
-    ratios: dict[str, float] = {}
-    cosines: dict[str, float] = {}
+    base, ratios, cosines = source.known_base, dict[str, float](), dict[str, float]()
     for key, tensor in source.tensors.items():
-        other = base.tensors.get(key) if base is not None else None
+        other = base.tensors.get(key)
         if (
-            base is None or other is None or tensor.shape != other.shape or len(tensor.shape) < 2
+            other is None or tensor.shape != other.shape or len(tensor.shape) < 2
             or not (is_float(tensor.dtype) and is_float(other.dtype))
             or not tensor.extents or not other.extents or key.startswith(("score.", "classifier."))
         ):  # fmt: skip
             continue
-        products = _products(source, base, key)
+        products = _products(tensor, other)
         if not np.isfinite(products).all() or not (products[0] and products[2]):
             continue  # reported by `values`; a matrix that begins at zero has no counterpart
         ratios[key] = float(np.sqrt(products[0] / products[2]))
@@ -185,23 +184,21 @@ def _ratios_and_cosines(source: Source) -> tuple[dict[str, float], dict[str, flo
     return ratios, cosines
 
 
-def _products(source: Source, base: Source, key: str) -> NDArray[np.float64]:
+def _products(ours: Tensor, theirs: Tensor) -> NDArray[np.float64]:
     """Return the sums of a*a, a*b, b*b over blocks of a tensor and its counterpart, shape (3,)."""
-    ours, theirs = source.tensors[key], base.tensors[key]
     sums = np.zeros(3)
     with Reader(ours.extents) as left, Reader(theirs.extents) as right:
         starts = range(0, ours.numel, _BLOCK)
         for at in starts[:: -(-len(starts) // _BLOCKS)]:
             count = min(_BLOCK, ours.numel - at)
-            x, y = (
-                widened(reader.read(at * size, count * size), tensor.dtype)
-                for reader, tensor, size in (
-                    (left, ours, ours.nbytes // ours.numel),
-                    (right, theirs, theirs.nbytes // theirs.numel),
-                )
-            )
+            x, y = (_floats(*pair, at, count) for pair in ((left, ours), (right, theirs)))
             sums += np.dot(x, x), np.dot(x, y), np.dot(y, y)
     return sums
+
+
+def _floats(reader: Reader, tensor: Tensor, at: int, count: int) -> NDArray[Any]:
+    size = tensor.nbytes // tensor.numel
+    return widened(reader.read(at * size, count * size), tensor.dtype)
 
 
 _PROJECTION = re.compile(

@@ -9,6 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
+from io import SEEK_CUR, BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def _differences(
 MAX_BYTES = 64 << 20
 """The settings of a model with 256k tokens have about 10 MB."""
 _FIXED = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
 }  # fmt: skip
 """`struct` formats by type of a value."""
 _TEXT, _ARRAY = 8, 9
@@ -103,45 +105,38 @@ def read_gguf(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            return _settings(file.read(MAX_BYTES))
+            raw = BytesIO(file.read(MAX_BYTES))
+        magic, version, _, count = raw.read(4), *(_number(raw, form) for form in ("<I", "<Q", "<Q"))
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"{magic!r}, version {version}")
+        return {_text(raw): _value(raw, _number(raw, "<I")) for _ in range(count)}
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (struct.error, ValueError, KeyError) as error:
+    except (struct.error, ValueError, KeyError, OverflowError, RecursionError) as error:
         raise ArtifactError(f"{path}: not a readable GGUF file: {error}") from error
 
 
-def _settings(raw: bytes) -> dict[str, Any]:
-    magic, version, _, count = struct.unpack_from("<4sIQQ", raw)
-    if magic != b"GGUF" or version not in (2, 3):
-        raise ValueError(f"{magic!r}, version {version}")
-    settings: dict[str, Any] = {}
-    at = 24
-    for _ in range(count):
-        name, at = _text(raw, at)
-        (kind,) = struct.unpack_from("<I", raw, at)
-        settings[name], at = _value(raw, at + 4, kind)
-    return settings
+def _number(raw: BytesIO, form: str) -> Any:
+    return struct.unpack(form, raw.read(struct.calcsize(form)))[0]
 
 
-def _value(raw: bytes, at: int, kind: int) -> tuple[Any, int]:
-    """Return a value and the offset behind it."""
-    if kind == _TEXT:
-        return _text(raw, at)
-    if kind != _ARRAY:
-        form = f"<{_FIXED[kind]}"
-        return struct.unpack_from(form, raw, at)[0], at + struct.calcsize(form)
-    inner, count = struct.unpack_from("<IQ", raw, at)
-    at += 12
-    if inner in _FIXED:
-        return count, at + count * struct.calcsize(f"<{_FIXED[inner]}")
-    for _ in range(count):
-        _, at = _value(raw, at, inner)
-    return count, at
-
-
-def _text(raw: bytes, at: int) -> tuple[str, int]:
-    (size,) = struct.unpack_from("<Q", raw, at)
-    start, end = at + 8, at + 8 + size
-    if end > len(raw):
+def _text(raw: BytesIO) -> str:
+    size = _number(raw, "<Q")
+    text = raw.read(min(size, MAX_BYTES))
+    if len(text) < size:
         raise ValueError("cut short")
-    return raw[start:end].decode("utf-8", "replace"), end
+    return text.decode("utf-8", "replace")
+
+
+def _value(raw: BytesIO, kind: int) -> Any:
+    if kind == _TEXT:
+        return _text(raw)
+    if kind != _ARRAY:
+        return _number(raw, _FIXED[kind])
+    inner, count = _number(raw, "<I"), _number(raw, "<Q")
+    if inner in _FIXED:
+        raw.seek(count * struct.calcsize(_FIXED[inner]), SEEK_CUR)
+        return count
+    for _ in range(count):
+        _value(raw, inner)
+    return count

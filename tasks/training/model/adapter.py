@@ -42,16 +42,16 @@ def add_adapter(
     dtype: torch.dtype,
     new_ids: Sequence[int] = (),
 ) -> nn.Module:
-    """Add a LoRA adapter to `model`; only the adapter requires gradients.
-
-    Returns:
-        peft's model around `model`.
-    """
+    """Return peft's model around `model`; only its new LoRA adapter requires gradients."""
     from peft import get_peft_model
 
     config = lora_config(peft, head=head, model=model)
     if new_ids:
-        config.trainable_token_indices = {name: list(new_ids) for name in _tables(model)}
+        head_table, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        untied = head_table is not None and head_table.weight is not embedding.weight
+        tables = [embedding, head_table] if untied else [embedding]
+        names = [n for n, module in model.named_modules() if any(module is t for t in tables)]
+        config.trainable_token_indices = {name: list(new_ids) for name in names}
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     _let_dora_see_its_base(adapted)
     # peft makes adapters of 4-bit layers in fp32.
@@ -62,29 +62,16 @@ def add_adapter(
 
 
 def continue_adapter(adapted: nn.Module, folder: Path) -> None:
-    """Load the adapter of a PEFT folder, and keep a copy of it for `initial_weights`.
-
-    Raises:
-        ArtifactError: as `load_into`.
-    """
+    """Load the adapter of a PEFT folder, and keep a copy of it for `initial_weights`."""
     loaded = load_into(adapted, folder, ADAPTER)
     adapted.initial = [(parameter, parameter.data.clone()) for parameter in loaded]
 
 
 def load_into(adapted: Any, folder: Path, adapter: str) -> list[nn.Parameter]:
-    """Load the tensors of a PEFT folder into an adapter of the model.
+    """Load the tensors of a PEFT folder into an adapter of the model; return the parameters.
 
-    Args:
-        adapted: peft's model.
-        folder: folder of adapter_config.json and adapter_model.safetensors.
-        adapter: name of the adapter in the model. Only its `modules_to_save` may be missing from
-            the folder.
-
-    Returns:
-        The loaded parameters.
-
-    Raises:
-        ArtifactError: the adapter in the folder has another scale or other tensors.
+    Only the adapter's `modules_to_save` may be missing from the folder. ArtifactError if the folder
+    has an adapter of another scale or with other tensors.
     """
     from peft import LoraConfig
     from safetensors.torch import load_file
@@ -93,7 +80,9 @@ def load_into(adapted: Any, folder: Path, adapter: str) -> list[nn.Parameter]:
     tensors = load_file(folder / "adapter_model.safetensors")
     names = [n for n, _ in adapted.named_parameters() if adapter in n.split(".")]
     keys = {live_to_peft(name, adapter): name for name in names}
-    differs = [key for key in _SAME if getattr(saved, key) != getattr(current, key)]
+    # Names and shapes of the tensors do not always show these settings.
+    same = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+    differs = [key for key in same if getattr(saved, key) != getattr(current, key)]
     differs += sorted(set(tensors) - set(keys))
     differs += sorted(k for k in set(keys) - set(tensors) if ".modules_to_save." not in keys[k])
     if differs:
@@ -107,10 +96,6 @@ def load_into(adapted: Any, folder: Path, adapter: str) -> list[nn.Parameter]:
         for key, parameter in parameters.items():
             parameter.copy_(tensors[key])
     return list(parameters.values())
-
-
-_SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-"""Settings of an adapter that names and shapes of its tensors do not always show."""
 
 
 @contextlib.contextmanager
@@ -147,35 +132,24 @@ def _let_dora_see_its_base(adapted: nn.Module) -> None:
                 deepspeed.zero.register_external_parameter(magnitude, weight)
 
 
-def _excluded(names: Sequence[str], towers: Sequence[str]) -> list[str] | str | None:
-    """Return peft's `exclude_modules`: names of modules, and all within the towers beside text."""
-    if not towers:
-        return list(names) or None
-    ends = [rf"(?:.*\.)?{re.escape(name)}" for name in names]
-    return "|".join([*ends, *(rf"{re.escape(tower)}(?:\..*)?" for tower in towers)])
-
-
-def _tables(model: Any) -> list[str]:
-    """Return the names of the input embedding and of an untied output head."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    untied = head is not None and head.weight is not embedding.weight
-    tables = [embedding, head] if untied else [embedding]
-    return [name for name, module in model.named_modules() if any(module is t for t in tables)]
-
-
 def lora_config(peft: Peft, *, head: str, model: Any) -> Any:
     """Return peft's `LoraConfig`."""
     from peft import LoraConfig
 
     targets = peft.target_modules
     family = model.config.get_text_config().model_type
-    left_out = _NOT_ADAPTED.get(family, ()) if targets == ALL_LINEAR else ()
+    names = [*peft.exclude_modules]
+    names += _NOT_ADAPTED.get(family, ()) if targets == ALL_LINEAR else ()
+    excluded: list[str] | str | None = names or None
+    if towers := other_towers(model):  # peft takes names, or one pattern of whole paths
+        ends = [rf"(?:.*\.)?{re.escape(name)}" for name in names]
+        excluded = "|".join([*ends, *(rf"{re.escape(tower)}(?:\..*)?" for tower in towers)])
     return LoraConfig(
         r=peft.rank,
         lora_alpha=peft.alpha,
         lora_dropout=peft.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=_excluded([*peft.exclude_modules, *left_out], other_towers(model)),
+        exclude_modules=excluded,
         use_rslora=peft.use_rslora,
         use_dora=peft.use_dora,
         rank_pattern=dict(peft.rank_pattern or {}),

@@ -79,9 +79,9 @@ def packed_sdpa(
     seen = sliding_window or _configured_window(module)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        length = q.shape[2]
-        mask = _window(length, seen, q.device)
-        with _kernel(q, length):
+        short = q.device.type == "cpu" and q.shape[2] <= SHORT
+        mask = _window(q.shape[2], seen, q.device)
+        with sdpa_kernel(SDPBackend.MATH) if short else contextlib.nullcontext():
             out, _ = sdpa_attention_forward(module, q, k, v, mask, **kwargs)
         return out
 
@@ -90,10 +90,11 @@ def packed_sdpa(
     # split, because its backward pass is one concatenation; a slice's is a row of zeros and a sum.
     counts = [bucket.count for bucket in buckets]
     states = zip(*(x[0].split(counts, dim=1) for x in (query, key, value)), strict=True)
-    parts = [
-        _scatter(call(*(_gather(x, bucket) for x in each)), bucket)
-        for bucket, each in zip(buckets, states, strict=True)
-    ]
+    parts = []
+    for bucket, each in zip(buckets, states, strict=True):
+        out = call(*(_gather(x, bucket) for x in each))
+        flat = out.reshape(-1, *out.shape[2:])  # (n, L, h, d) -> (t, h, d), without padding
+        parts.append(flat if bucket.scatter is None else flat.index_select(0, bucket.scatter))
     return (torch.cat(parts) if len(parts) > 1 else parts[0])[None], None
 
 
@@ -102,12 +103,6 @@ def _gather(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
     heads, _, width = states.shape
     flat = states if bucket.gather is None else states.index_select(1, bucket.gather)
     return flat.reshape(heads, -1, bucket.length, width).transpose(0, 1)
-
-
-def _scatter(out: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """Remove the padding of a bucket: (n, L, h, d) -> (t, h, d)."""
-    flat = out.reshape(-1, *out.shape[2:])
-    return flat if bucket.scatter is None else flat.index_select(0, bucket.scatter)
 
 
 def _configured_window(module: torch.nn.Module) -> int | None:
@@ -125,9 +120,3 @@ def _window(length: int, window: int | None, device: torch.device) -> torch.Tens
     place = torch.arange(length, device=device)
     back = place[:, None] - place[None]
     return ((back >= 0) & (back < window))[None, None]
-
-
-def _kernel(query: torch.Tensor, length: int) -> contextlib.AbstractContextManager[None]:
-    if query.device.type == "cpu" and length <= SHORT:
-        return sdpa_kernel(SDPBackend.MATH)
-    return contextlib.nullcontext()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,14 +34,10 @@ CHAT_TEMPLATE = "chat_template.jinja"
 SCORE_WEIGHT = "score.weight"
 """Name of the head in every decoder's `*ForSequenceClassification` of transformers."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_HINT = "give a complete checkpoint of a causal language model"
 
 
 def load_tokenizer(job: TrainJob) -> Any:
-    """Load the model's tokenizer, with the dataset's chat template if it has one.
-
-    A tokenizer without a pad token pads with its EOS token.
-    """
+    """Load the model's tokenizer, with the dataset's chat template if it has one."""
     from transformers import AutoTokenizer
 
     trust = job.settings.trust_remote_code
@@ -65,9 +60,7 @@ def load_model(
 ) -> nn.Module:
     """Build the model for DeepSpeed; only the parameters to be trained require gradients.
 
-    Raises:
-        ArtifactError: the base's tensors are not those of its class, or the adapter to continue
-            does not fit.
+    ArtifactError if the base's tensors are not those of its class, or the adapter does not fit.
     """
     settings, config = job.settings, deepspeed_config
     model = _load_base(job, ranks, config, tokenizer=tokenizer, scored=head == "score")
@@ -128,7 +121,7 @@ def _load_base(
         kind = language_class(AutoConfig.from_pretrained(job.base, trust_remote_code=trust))
     quantization = settings.peft.quantization(settings.dtype)
     if quantization is not None:
-        extra["quantization_config"] = quantization_config(quantization, Path(job.base))
+        extra["quantization_config"] = quantization_config(quantization, job.base)
     if quantization is not None or (ranks.gpu and settings.zero.stage < 3):
         # Load straight to the GPU: no full model per rank in host memory.
         extra["device_map"] = {"": str(ranks.device)}
@@ -140,7 +133,7 @@ def _load_base(
         gaps = {key for key in replaced if key.split(".")[0] in ("lm_head", "embed_out")}
         gaps.add(SCORE_WEIGHT)
     absent = set(map(str, info["missing_keys"]))
-    refuse_gaps(Path(job.base), info, gaps, hint=_HINT)
+    refuse_gaps(job.base, info, gaps, hint="give a complete checkpoint of a causal language model")
     if settings.zero.stage == 3:
         _restore_buffers(model, kind, loading)
     if SCORE_WEIGHT in absent:

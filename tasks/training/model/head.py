@@ -29,8 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 PORTION = 1 << 25
 """Largest number of logits that exist at a time."""
-Forward = Callable[[torch.Tensor], torch.Tensor]
-"""Function from hidden states to logits."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,9 @@ class Scaling:
     def of(cls, config: Any, temperature: float = 1.0) -> Scaling:
         """Read the scaling from a transformers configuration."""
         text = config.get_text_config()
-        factor = getattr(text, "logit_scale", None)
-        divisor = getattr(text, "logits_scaling", None)
-        return cls(
-            factor=float(factor or 1.0) / float(divisor or 1.0),
-            cap=getattr(text, "final_logit_softcapping", None),
-            temperature=temperature,
-        )
+        factor = float(getattr(text, "logit_scale", None) or 1.0)
+        divisor = float(getattr(text, "logits_scaling", None) or 1.0)
+        return cls(factor / divisor, getattr(text, "final_logit_softcapping", None), temperature)
 
     @property
     def none(self) -> bool:
@@ -67,8 +61,7 @@ class Scaling:
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the scaled logits, differentiable."""
         if not self.cap:
-            factor = self.factor / self.temperature
-            return logits if math.isclose(factor, 1.0) else logits * factor
+            return logits if self.none else logits * (self.factor / self.temperature)
         capped = torch.tanh(logits * (self.factor / self.cap))
         return capped * (self.cap / self.temperature)
 
@@ -81,7 +74,7 @@ class Scaling:
 
 
 def token_logprobs(
-    head: nn.Module,
+    head: Any,
     hidden_NH: torch.Tensor,
     targets_N: torch.Tensor,
     scaling: Scaling,
@@ -90,20 +83,15 @@ def token_logprobs(
 ) -> torch.Tensor:
     """Compute log p(target) under softmax(scaling(head(hidden))), natural logarithm.
 
-    Args:
-        head: the output head; called once, as a module.
-        hidden_NH: hidden states of the tokens before the targets.
-        targets_N: token ids.
-        scaling: applied to the logits.
-        entropies: True to add the entropies of the same distributions. Their gradient needs all
-            logits of a token, so portions are computed again even if the head is frozen.
+    `entropies`: add the entropies of the same distributions. Their gradient needs all logits of a
+    token, so portions are computed again even if the head is frozen.
 
     Returns:
         (N,) float32, in nats; (2, N) with entropies. One tensor, because in the backward pass
         ZeRO-3 gathers once per output.
     """
 
-    def compute(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
+    def compute(body: nn.Module, logits_of: Any, hidden: torch.Tensor) -> torch.Tensor:
         frozen = type(body) is nn.Linear and not any(p.requires_grad for p in body.parameters())
         if frozen and not entropies:
             wants = torch.is_grad_enabled() and hidden.requires_grad
@@ -111,61 +99,39 @@ def token_logprobs(
                 hidden, body.weight, body.bias, targets_N, scaling, wants
             )
             return out
-        measure = partial(_with_entropies if entropies else _logprobs, scaling=scaling)
-        return _in_portions(body, logits_of, hidden, targets_N, measure)
 
+        def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = scaling(logits_of(hidden)).float()
+            return _with_entropies(logits, targets) if entropies else _logprobs(logits, targets)
+
+        size = max(1, PORTION // (getattr(body, "out_features", None) or 1 << 18))
+        if len(hidden) <= size:
+            return portion(hidden, targets_N)
+        parts = [  # recomputed in the backward pass
+            checkpoint(portion, h, t, use_reentrant=False)
+            for h, t in zip(hidden.split(size), targets_N.split(size), strict=True)
+        ]
+        return torch.cat(parts, dim=-1)
+
+    # One of these modules computes the logits: the head, or peft's copies of it.
+    copies = getattr(head, "modules_to_save", None)
+    bodies = [head] if copies is None else [head.original_module, *copies.values()]
     with contextlib.ExitStack() as stack:
-        for body in _bodies(head):
+        for body in bodies:
             stack.enter_context(_standing_in(body, partial(compute, body, body.forward)))
         results: torch.Tensor = head(hidden_NH)
     return results
 
 
-def _logprobs(logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling) -> torch.Tensor:
-    return -nn.functional.cross_entropy(scaling(logits).float(), targets, reduction="none")
+def _logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
-def _with_entropies(
-    logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling
-) -> torch.Tensor:
+def _with_entropies(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return log-probabilities and entropies, (2, N)."""
-    logprobs = scaling(logits).float().log_softmax(dim=-1)
+    logprobs = logits.log_softmax(dim=-1)
     entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
     return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], entropies])
-
-
-def _bodies(head: Any) -> list[nn.Module]:
-    """Return the modules one of which computes the logits: the head, or peft's copies of it."""
-    copies = getattr(head, "modules_to_save", None)
-    return [head] if copies is None else [head.original_module, *copies.values()]
-
-
-def _in_portions(
-    body: nn.Module,
-    logits_of: Forward,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """Apply `measure` to the logits of one portion at a time, recomputed in the backward pass."""
-
-    def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return measure(logits_of(hidden), targets)
-
-    size = _size(body)
-    if len(hidden) <= size:
-        return portion(hidden, targets)
-    parts = [
-        checkpoint(portion, h, t, use_reentrant=False)
-        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
-    ]
-    return torch.cat(parts, dim=-1)
-
-
-def _size(head: nn.Module) -> int:
-    """Return the number of tokens in a portion."""
-    vocabulary = getattr(head, "out_features", None) or 1 << 18
-    return max(1, PORTION // vocabulary)
 
 
 @contextlib.contextmanager

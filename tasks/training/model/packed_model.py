@@ -3,7 +3,7 @@
 `model(row=row)` runs the trunk once over the row. A causal model applies its head to the supervised
 positions only (`head.py`) and returns their log-probabilities, or the results that `TokenOutputs`
 selects. A model with a score head returns one score per sequence. Where packed sequences would
-influence each other (`packable.py`), the trunk gets them as a batch, padded at their ends. Without
+influence each other (`families.py`), the trunk gets them as a batch, padded at their ends. Without
 `row` the model works as before. Its forward method is replaced, not wrapped, so that ZeRO-3's hooks
 and parameter names stay as they are.
 """
@@ -59,15 +59,17 @@ PLAIN = TokenOutputs()
 def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
     """Let a causal model, or one with a score head, accept packed rows.
 
-    Raises:
-        ConfigError: the model's attention leaves out a cap of its logits, or cannot be divided.
+    ConfigError if the model's attention leaves out a cap of its logits, or cannot be divided.
     """
-    _require_cap(model)
+    name = model.config._attn_implementation
+    if (cap := uncapped(model.config.to_dict(), name)) is not None:
+        raise ConfigError(
+            f"{type(model).__name__} caps its attention logits at {cap}, which {name} leaves out",
+            hint=CAPPED,
+        )
     model.padded_rows = _must_pad(model)
-    original = model.forward
-    scored = hasattr(model, "score")
-    measure = _scores if scored else _token_outputs
-    packs = model.config._attn_implementation == "sdpa" and not model.padded_rows
+    original, scored = model.forward, hasattr(model, "score")
+    packs = name == "sdpa" and not model.padded_rows
     shared = _shared(model, ranks, packs=packs)
 
     def forward(
@@ -75,25 +77,12 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
     ) -> Any:
         if row is None:
             return original(*args, **kwargs)
-        for unused in ("input_ids", "attention_mask", "inputs_embeds", "labels"):
-            kwargs.pop(unused, None)
-        extra: dict[str, Any] = {}
         part = row if shared is None else shared.part(row)
-        name = self.config._attn_implementation
-        if name in _OURS:
-            extra["buckets"] = part.buckets
-        elif name.startswith("flash_attention"):
-            extra.update(attention.flash_bounds(row))
-        if outputs.router:
-            extra["output_router_logits"] = True
-        if self.padded_rows:
-            hidden_TH, logits = _padded(self, row, outputs)
+        hidden_TH, logits = _trunk(self, row, part, outputs)
+        if scored:
+            results = self.score(hidden_TH[part.ends])[:, 0].float()
         else:
-            out = trunk_of(self)(
-                input_ids=part.ids, position_ids=part.positions, use_cache=False, **extra
-            )
-            hidden_TH, logits = out.last_hidden_state[0], out.get("router_logits")
-        results = measure(self, hidden_TH, part, outputs)
+            results = _token_outputs(self, hidden_TH[part.wanted], part, outputs)
         if shared is not None:
             results = shared.join(row, row.ends if scored else row.wanted, results)
         if not outputs.router:
@@ -118,56 +107,58 @@ def restore_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def _shared(model: Any, ranks: Ranks | None, *, packs: bool) -> SequenceParallel | None:
-    """Return the division of rows over ranks; None if every rank has whole rows.
+def _must_pad(model: Any) -> bool:
+    """Return True if packed sequences would influence each other, as far as is known."""
+    parameters = inspect.signature(trunk_of(model).forward).parameters
+    stateful = getattr(model, "_is_stateful", False)
+    known = why_padded(model.config.to_dict())
+    # Packed attention is ours or flash; other attention has no mask that keeps sequences apart.
+    masked = not model._supports_attention_backend or model.config._attn_implementation == "eager"
+    return bool(known) or stateful or masked or "position_ids" not in parameters
 
-    Raises:
-        ConfigError: the model's attention or its heads cannot be divided.
-    """
+
+def _shared(model: Any, ranks: Ranks | None, *, packs: bool) -> SequenceParallel | None:
+    """Return the division of rows over ranks; None if every rank has whole rows."""
     if ranks is None or ranks.sequence_group is None:
         return None
     heads, sharing = model.config.get_text_config().num_attention_heads, ranks.sequence_parallel
-    problem = ""
+    problem = f"the model has {heads} attention heads" if heads % sharing else ""
     if not packs:
         name = model.config._attn_implementation
         problem = f"the attention of {type(model).__name__} with {name} cannot be replaced"
-    elif heads % sharing:
-        problem = f"the model has {heads} attention heads"
     if problem:
         hint = "train.sequence_parallel=1"
         raise ConfigError(f"train.sequence_parallel={sharing}: {problem}", hint=hint)
     return SequenceParallel(ranks.sequence_group)
 
 
-def _scores(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: TokenOutputs) -> torch.Tensor:
-    scores: torch.Tensor = model.score(hidden_TH[row.ends])
-    return scores[:, 0].float()
+def _trunk(model: Any, row: Row, part: Row, outputs: TokenOutputs) -> tuple[torch.Tensor, Any]:
+    """Return (T, H) hidden states in the order of the row, and the routers' logits, if wanted."""
+    extra: dict[str, Any] = {"output_router_logits": True} if outputs.router else {}
+    if model.padded_rows:  # a batch, padded behind the ends of the sequences
+        starts, ends = row.bounds[:-1].long(), row.bounds[1:].long()
+        steps = torch.arange(int((ends - starts).max()), device=row.ids.device)[None]
+        real = starts[:, None] + steps < ends[:, None]
+        places = torch.where(real, starts[:, None] + steps, starts[:, None])
+        out = trunk_of(model)(input_ids=row.ids[0][places], use_cache=False, **extra)
+        logits = out.router_logits if outputs.router else ()
+        return out.last_hidden_state[real], tuple(layer[real.flatten()] for layer in logits)
+    name = model.config._attn_implementation
+    if name in _OURS:
+        extra["buckets"] = part.buckets
+    elif name.startswith("flash_attention"):
+        extra.update(attention.flash_bounds(row))
+    out = trunk_of(model)(input_ids=part.ids, position_ids=part.positions, use_cache=False, **extra)
+    return out.last_hidden_state[0], out.get("router_logits")
 
 
-def _token_outputs(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: TokenOutputs) -> Any:
+def _token_outputs(model: Any, hidden: torch.Tensor, row: Row, outputs: TokenOutputs) -> Any:
     """Return (N,) log-probabilities, with (N,) entropies if wanted; or (N, H) hidden states."""
-    hidden = hidden_TH[row.wanted]
     if outputs.states:
         return hidden
     scaling, head = Scaling.of(model.config, outputs.temperature), model.get_output_embeddings()
     results = token_logprobs(head, hidden, row.targets, scaling, entropies=outputs.entropy)
     return tuple(results) if outputs.entropy else results
-
-
-def _padded(model: Any, row: Row, outputs: TokenOutputs) -> tuple[torch.Tensor, Any]:
-    """Run the trunk on the sequences of a row as a batch, padded behind their ends.
-
-    Returns:
-        (T, H) hidden states in the order of the row, and the routers' logits of these tokens.
-    """
-    starts, ends = row.bounds[:-1].long(), row.bounds[1:].long()
-    steps = torch.arange(int((ends - starts).max()), device=row.ids.device)[None]
-    real = starts[:, None] + steps < ends[:, None]
-    places = torch.where(real, starts[:, None] + steps, starts[:, None])
-    extra = {"output_router_logits": True} if outputs.router else {}
-    out = trunk_of(model)(input_ids=row.ids[0][places], use_cache=False, **extra)
-    logits = out.router_logits if outputs.router else ()
-    return out.last_hidden_state[real], tuple(layer[real.flatten()] for layer in logits)
 
 
 def _router_loss(
@@ -181,6 +172,9 @@ def _router_loss(
     count, prompts too. A step's loss depends on how examples are dealt to rows; each row weighs as
     much as its share of the step's tokens. `router_logits` are (t, E) of each layer with experts.
     """
+    if not router_logits:
+        problem = f"{type(model).__name__} returns no logits of its routers"
+        raise ConfigError(problem, hint="train.router_aux_loss_coef=0")
     owner = model if hasattr(model, "num_experts_per_tok") else model.config.get_text_config()
     total, experts = row.ids.shape[1], router_logits[0].shape[-1]
     real = total if shared is None else shared.real_tokens(row)  # those behind fill up the part
@@ -198,34 +192,12 @@ def _router_loss(
     return experts * (frequency * probability).sum()
 
 
-def _require_cap(model: Any) -> None:
-    name = model.config._attn_implementation
-    cap = uncapped(model.config.to_dict(), name)
-    if cap is not None:
-        raise ConfigError(
-            f"{type(model).__name__} caps its attention logits at {cap}, which {name} leaves out",
-            hint=CAPPED,
-        )
-
-
-def _must_pad(model: Any) -> bool:
-    """Return True if packed sequences would influence each other, as far as is known."""
-    parameters = inspect.signature(trunk_of(model).forward).parameters
-    stateful = getattr(model, "_is_stateful", False)
-    known = why_padded(model.config.to_dict())
-    # Packed attention is ours or flash; other attention has no mask that keeps sequences apart.
-    masked = not model._supports_attention_backend or model.config._attn_implementation == "eager"
-    return bool(known) or stateful or masked or "position_ids" not in parameters
-
-
 def require_same(engine: Any, row: Row) -> None:
     """Compare rows with the model's own forward pass, on the last sequence of a row.
 
     This catches families that mix packed sequences, whose rows are padded from then on, and those
-    that transform their logits in ways unknown here. All ranks take part, with the same row.
-
-    Raises:
-        TrainingError: log-probabilities or scores differ by more than rounding.
+    that transform their logits in ways unknown here: TrainingError if log-probabilities or scores
+    differ by more than rounding. All ranks take part, with the same row.
     """
     differs, allowed = _difference(engine, row)
     model = model_of(getattr(engine, "module", engine))
@@ -248,27 +220,22 @@ def require_same(engine: Any, row: Row) -> None:
 def _difference(engine: Any, row: Row) -> tuple[float, float]:
     """Return the mean difference of a row's last sequence from the same alone, and the limit."""
     was = engine.module.training if hasattr(engine, "module") else engine.training
+    last = int(row.ends.argmax())
+    end = int(row.ends[last])
+    start, own = end - int(row.positions[0, end]), row.owner == last
     engine.eval()  # dropout differs in every pass
     try:
         with torch.no_grad():
-            last = int(row.ends.argmax())
-            alone = _alone(engine, row, last)
+            out = engine(input_ids=row.ids[:, start : end + 1], use_cache=False).logits
             together = engine(row=row)
     finally:
         engine.train(was)
-    scored = len(together) == row.sequences
-    mine = together[last : last + 1] if scored else together[row.owner == last]
+    if out.dim() == 2:  # scores
+        alone, mine = out[:, 0].float(), together[last : last + 1]
+    else:
+        places, targets = row.wanted[own] - start, row.targets[own]
+        alone = -nn.functional.cross_entropy(out[0, places].float(), targets, reduction="none")
+        mine = together[own]
     dtype = next(p.dtype for p in engine.parameters() if p.is_floating_point())
     allowed = ROUNDING[dtype] * max(1.0, float(alone.abs().mean()))
     return float((mine - alone).abs().mean()), allowed
-
-
-def _alone(engine: Any, row: Row, sequence: int) -> torch.Tensor:
-    end = int(row.ends[sequence])
-    start = end - int(row.positions[0, end])
-    out = engine(input_ids=row.ids[:, start : end + 1], use_cache=False).logits
-    if out.dim() == 2:
-        return out[:, 0].float()
-    mine = row.owner == sequence
-    places, targets = row.wanted[mine] - start, row.targets[mine]
-    return -nn.functional.cross_entropy(out[0, places].float(), targets, reduction="none")

@@ -30,10 +30,7 @@ NOISE_BATCH = 8
 def measure_fingerprint(
     engine: Any, examples: Examples, *, head: str, count: int, device: torch.device
 ) -> Fingerprint | ScorePrint:
-    """Measure the engine's fingerprint (or scores) on the first evaluation examples.
-
-    All ranks take part.
-    """
+    """Measure the engine's fingerprint (or scores) on the first evaluation examples, on all ranks."""
     if head == "tokens":
         return fingerprint_of(engine, choose_probes(examples, count), device)
     return score_print(engine, choose_scored(examples, count), device)
@@ -87,45 +84,34 @@ def fingerprint_of(
     engine: Any, probes: Sequence[Sequence[int]], device: torch.device
 ) -> Fingerprint:
     """Measure the fingerprint on the probes. All ranks take part, with the same inputs."""
+    alone, steps, batched = [], [], []
     engine.eval()
     with torch.no_grad():
-        alone = [_one_by_one(engine, p, device) for p in probes]
-        batched = [
-            row
-            for i in range(0, len(probes), NOISE_BATCH)
-            for row in _padded(engine, probes[i : i + NOISE_BATCH], device)
-        ]
+        for probe in probes:
+            ids = torch.tensor([list(probe)], device=device)
+            logits_TV = engine(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            steps.append(largest_steps(logits_TV.cpu().numpy()))
+            alone.append(torch.log_softmax(logits_TV, dim=-1).cpu())
+        for start in range(0, len(probes), NOISE_BATCH):
+            batch = probes[start : start + NOISE_BATCH]
+            ids, mask = _batch(batch, 0, device)
+            logits_BTV = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            for row, probe in enumerate(batch):
+                logits_TV = logits_BTV[row, : len(probe) - 1].float()
+                batched.append(torch.log_softmax(logits_TV, dim=-1).cpu())
     engine.train()
-    first = _assemble(probes, torch.cat([logprobs for logprobs, _ in alone]))
-    on = _measured_on(engine, device)
+    first = _assemble(probes, torch.cat(alone))
     second = _assemble(probes, torch.cat(batched), first.ids)
-    steps = np.concatenate([steps for _, steps in alone])
-    return replace(first, noise=drift(first, second).mean_kl, steps=steps, measured_on=on)
+    return replace(
+        first,
+        noise=drift(first, second).mean_kl,
+        steps=np.concatenate(steps),
+        measured_on=_measured_on(engine, device),
+    )
 
 
 def _measured_on(engine: Any, device: torch.device) -> dict[str, str]:
     return measured_on(device, model_of(engine.module).config._attn_implementation)
-
-
-def _one_by_one(
-    engine: Any, probe: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, NDArray[np.float32]]:
-    """Return log-probabilities (T-1, V) and the rounding step of the largest logit, (T-1,)."""
-    ids = torch.tensor([list(probe)], device=device)
-    logits_TV = engine(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    steps = largest_steps(logits_TV.cpu().numpy())
-    return torch.log_softmax(logits_TV, dim=-1).cpu(), steps
-
-
-def _padded(
-    engine: Any, probes: Sequence[Sequence[int]], device: torch.device
-) -> list[torch.Tensor]:
-    ids, mask = _batch(probes, 0, device)
-    logits_BTV = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    return [
-        torch.log_softmax(logits_BTV[row, : len(probe) - 1].float(), dim=-1).cpu()
-        for row, probe in enumerate(probes)
-    ]
 
 
 def _batch(

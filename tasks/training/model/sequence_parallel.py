@@ -41,15 +41,11 @@ class SequenceParallel:
         return NAME
 
     def part(self, row: Row) -> Row:
-        """Return this rank's tokens of a row, and what is wanted of them.
+        """Return a row of this rank's tokens, and their targets; `buckets` are of the whole row.
 
         A row whose length is not a multiple of N gets up to N - 1 tokens at its end. They are a
         sequence of their own, without loss. Targets were chosen from the whole row, so the last
         token of a part has the first of the next one as its target.
-
-        Returns:
-            A row with this rank's `ids`, `positions`, `wanted`, `targets` and `ends`; `buckets`
-            are those of the whole row.
         """
         first, end = self._bounds(row)
         more = -row.ids.shape[1] % self._size
@@ -68,18 +64,11 @@ class SequenceParallel:
         )
 
     def join(self, row: Row, places: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
-        """Return the results of all ranks of the group, in the order of the whole row.
+        """Return the results at `places` (N,) of all ranks, in the order of the whole row.
 
-        Gradients flow to this rank's own results. All ranks compute the same loss from the same
-        numbers, so each adds the gradient of its own tokens, and the sum over ranks is complete.
-
-        Args:
-            row: the whole row.
-            places: (N,) positions in the row that have a result.
-            results: (n,) this rank's results, those of its places in their order.
-
-        Returns:
-            (N,) results.
+        Gradients flow to this rank's own `results` (n,). All ranks compute the same loss from the
+        same numbers, so each adds the gradient of its own tokens, and the sum over ranks is
+        complete.
         """
         mine = torch.zeros(len(places), dtype=results.dtype, device=results.device)
         return self.total(mine.index_put((self._mine(row, places),), results))
@@ -109,8 +98,7 @@ class SequenceParallel:
         """Compute `packed_sdpa` of a row whose tokens are divided over the ranks.
 
         Without `buckets` every rank has the same whole sequence, and nothing is exchanged. A key
-        head that several ranks need is repeated. Arguments and result are those of `packed_sdpa`,
-        with this rank's tokens.
+        head that several ranks need is repeated.
         """
         if buckets is None:
             return packed_sdpa(module, query, key, value, attention_mask, **kwargs)
@@ -130,23 +118,21 @@ class SequenceParallel:
 
     def _to_heads(self, states: torch.Tensor) -> torch.Tensor:
         """Exchange (1, h, T / N, d) for (1, h / N, T, d)."""
+        from deepspeed.sequence.layer import _dim_zero_all_to_all
+
         _, heads, tokens, width = states.shape
         shares = states.reshape(self._size, heads // self._size, tokens, width)
-        return self._exchange(shares).transpose(0, 1).reshape(1, -1, self._size * tokens, width)
+        received: torch.Tensor = _dim_zero_all_to_all(self._group, shares)
+        return received.transpose(0, 1).reshape(1, -1, self._size * tokens, width)
 
     def _to_tokens(self, out: torch.Tensor) -> torch.Tensor:
         """Exchange (1, T, h / N, d) for (1, T / N, h, d)."""
-        _, tokens, heads, width = out.shape
-        parts = out.reshape(self._size, tokens // self._size, heads, width)
-        joined = self._exchange(parts).transpose(0, 1)
-        return joined.reshape(1, tokens // self._size, self._size * heads, width)
-
-    def _exchange(self, pieces: torch.Tensor) -> torch.Tensor:
-        """Send piece i of (N, ...) to rank i; return the pieces that were received, (N, ...)."""
         from deepspeed.sequence.layer import _dim_zero_all_to_all
 
-        received: torch.Tensor = _dim_zero_all_to_all(self._group, pieces)
-        return received
+        _, tokens, heads, width = out.shape
+        parts = out.reshape(self._size, tokens // self._size, heads, width)
+        received: torch.Tensor = _dim_zero_all_to_all(self._group, parts)
+        return received.transpose(0, 1).reshape(1, tokens // self._size, self._size * heads, width)
 
     def _bounds(self, row: Row) -> tuple[int, int]:
         each = -(-row.ids.shape[1] // self._size)

@@ -24,12 +24,10 @@ UNFORESEEN = 1
 
 
 def enter(job_path: str, module: str) -> NoReturn:
-    """Run one rank of a job and end this process.
+    """Run one rank of a job (`job.json`) and end this process.
 
-    Args:
-        job_path: `job.json`, as `TrainJob.write` wrote it.
-        module: name of the module whose `train_with(ranks, job, started)` runs the rank. It is
-            imported after `start_lean` has blocked unused imports.
+    `module` has the function `train_with(ranks, job, started)`. It is imported after `start_lean`
+    has blocked unused imports.
     """
     # If a library aborts the process, its lines of Python are the only trace.
     faulthandler.enable(all_threads=False)

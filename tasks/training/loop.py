@@ -36,17 +36,11 @@ class Trainer:
     progress: Progress
 
     def run(self) -> dict[str, float]:
-        """Take all remaining steps, with evaluations and checkpoints between them.
+        """Take all remaining steps; return the evaluation of the weights that the engine then has.
 
-        Afterwards the engine holds the last weights or the best ones, as `train.keep` says. Emits
-        the events "plan", "step" and "eval".
-
-        Returns:
-            The evaluation of the weights that the engine then holds, by name.
-
-        Raises:
-            TrainingError: loss or gradient is not finite, fp16 overflows in every step, or a
-                checkpoint could not be written.
+        They are the last ones or the best ones, as `train.keep` says. Emits the events "plan",
+        "step" and "eval". TrainingError if loss or gradient is not finite, fp16 overflows in every
+        step, or a checkpoint could not be written.
         """
         settings, progress, ranks = self.job.settings, self.progress, self.passes.ranks
         order = Order(self.examples, settings.batch, seed=settings.seed, world_size=ranks.replicas)
@@ -61,16 +55,16 @@ class Trainer:
             self._note(self.step(progress.step + 1, order), last=order.steps)
             if evaluate_if_due(progress, settings, order.steps, self.evaluate):
                 saver.save(progress)
-        return self._leave()
+        best = best_to_load(progress, settings.evaluate)
+        if best is None:
+            return {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
+        saving.load(self.passes.engine, self.job.checkpoints / checkpoint.name_of(best.step))
+        return self.evaluate("best")
 
     def step(self, step: int, order: Order) -> dict[str, float]:
         """Take step number `step`, counted from 1; return its metrics by name.
 
         `skipped` is 1 if fp16 overflowed and no weight changed.
-
-        Raises:
-            TrainingError: loss or gradient is not finite. Raised on every rank; names the step, and
-                the rows whose loss is not finite.
         """
         begin, settings, passes = time.perf_counter(), self.job.settings, self.passes
         begin_random(settings.seed, step=step, rank=passes.ranks.rank)
@@ -143,12 +137,3 @@ class Trainer:
                 f"{progress.step}; last good checkpoint: {good or 'none yet'}",
                 hint="model.dtype=bfloat16, or a smaller train.lr",
             )
-
-    def _leave(self) -> dict[str, float]:
-        """Load the best weights if `train.keep=best`; return the evaluation of those kept."""
-        best = best_to_load(self.progress, self.job.settings.evaluate)
-        if best is None:
-            return {k: v for k, v in self.progress.evaluations[-1].items() if k != "step"}
-        path = self.job.checkpoints / checkpoint.name_of(best.step)
-        saving.load(self.passes.engine, path)
-        return self.evaluate("best")

@@ -277,11 +277,7 @@ OBJECTIVES = {
 
 
 def objective(name: str, options: Mapping[str, Any]) -> Objective:
-    """Return an objective with its options set.
-
-    Raises:
-        ConfigError: unknown name, an option that the objective does not have, or its value.
-    """
+    """Return an objective with its options set; ConfigError for unknown names and values."""
     if name not in OBJECTIVES:
         raise ConfigError(
             f"train.objective={name} is not an objective",

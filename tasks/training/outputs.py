@@ -29,11 +29,7 @@ from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 
 def write_shards(model: Any, out: Path, ranks: Ranks, *, what: str = "trained tensors") -> None:
-    """Write this rank's partitions of the trained tensors to `out / "shards"`.
-
-    Raises:
-        TrainingError: a partition holds NaN or infinity.
-    """
+    """Write this rank's partitions of the trained tensors, all finite, to `out / "shards"`."""
     partitions = own_partitions(model, rank=ranks.rank, world_size=ranks.world_size)
     if broken := not_finite(partitions):
         raise TrainingError(

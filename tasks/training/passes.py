@@ -52,15 +52,10 @@ class Passes:
         counts: Counts,
         baseline: torch.Tensor | None,
     ) -> Loss:
-        """Return the part of some examples in the loss of a step or an evaluation.
+        """Return the part of the chosen examples, a row, in the loss of a step or an evaluation.
 
-        The router loss of a mixture of experts belongs to training, not to evaluations.
-
-        Args:
-            examples: the split.
-            chosen: numbers of the examples; they form one row.
-            counts: totals of the whole step or evaluation.
-            baseline: result of `baseline` in this step.
+        `counts` are the totals of the whole step or evaluation. The router loss of a mixture of
+        experts belongs to training, not to evaluations.
         """
         row = pack(examples, chosen, roles=self._trained_roles()).to(self.ranks.device)
         reference = self._reference(row) if self.objective.needs_reference else None
@@ -80,10 +75,7 @@ class Passes:
         return Loss(loss.value + self.router * balance, measures)
 
     def baseline(self, examples: Examples, rows: Sequence[Dealt]) -> torch.Tensor | None:
-        """Return the mean log-ratio of the baseline role's sequences, over all rows and ranks.
-
-        The result is a scalar, or None if the objective has no baseline role.
-        """
+        """Return the mean log-ratio of the baseline role's sequences, over all rows and ranks."""
         role = self.objective.baseline_role
         if role is None:
             return None
@@ -158,10 +150,7 @@ class Sums:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, values: Mapping[str, torch.Tensor], *, counted: bool = True) -> None:
-        """Add values to the sums of their names.
-
-        All ranks have to add the same names. With `counted=False` zeros are added.
-        """
+        """Add values, or zeros, to the sums of their names, which are the same on all ranks."""
         for name, value in values.items():
             more = value.detach().double() if counted else value.new_zeros((), dtype=torch.float64)
             self._sums[name] = self._sums[name] + more if name in self._sums else more
@@ -181,9 +170,6 @@ def with_reference(
     memory; under ZeRO-3 passes with and without an adapter would undo each other's prefetching. So
     a new run computes the sums before its first step and stores them; a resumed run reads them. All
     ranks take part.
-
-    Raises:
-        TrainingError: the stored values of a resumed run are missing, or of other data.
     """
     path = job.checkpoints / FOLDER / f"{split}.npy"
     shape, ranks = (len(examples), len(examples.roles)), passes.ranks
@@ -223,9 +209,6 @@ def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutS
     """Score every answer of the evaluation examples. All ranks take part.
 
     The result makes scores of different models comparable; PPO normalises rewards with it.
-
-    Raises:
-        TrainingError: scores are not finite, or all equal.
     """
     ranks = passes.ranks
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)

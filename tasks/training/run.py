@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from tasks.core.events import emit
-from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks, require_same_versions, start_engine
 from tasks.training.engine.saving import restore
 from tasks.training.engine.zero_config import deepspeed_config
@@ -23,11 +22,7 @@ from tasks.training.tokens.packing import trial_row
 
 
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
-    """Train, and write this rank's part of the `shards` artifact.
-
-    Raises:
-        PlumblineError: on any problem that a user can fix; see the functions called here.
-    """
+    """Train, and write this rank's part of the `shards` artifact."""
     settings = job.settings
     if settings.launch.nodes > 1:
         require_same_versions(ranks)
@@ -67,27 +62,17 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     )
     peak = float(ranks.peak_memory())
     if ranks.first:
-        metrics = {**_metrics(progress, after), "peak_memory": peak}
-        write_results(
-            job,
-            metrics=metrics,
-            progress=progress,
-            measured=measured,
-            scores=scores,
-        )
+        assert progress.before is not None
+        metrics = {
+            "steps": float(progress.step),
+            "loss": progress.losses[-1],
+            "heldout_loss_before": progress.before["loss"],
+            "heldout_loss_after": after["loss"],
+            "train_s": progress.seconds,
+            "peak_memory": peak,
+        }
+        if progress.best is not None:
+            metrics["best_step"] = float(progress.best.step)
+        write_results(job, metrics=metrics, progress=progress, measured=measured, scores=scores)
         emit("done", **metrics)
     engine.destroy()
-
-
-def _metrics(progress: Progress, after: dict[str, float]) -> dict[str, float]:
-    assert progress.before is not None
-    metrics = {
-        "steps": float(progress.step),
-        "loss": progress.losses[-1],
-        "heldout_loss_before": progress.before["loss"],
-        "heldout_loss_after": after["loss"],
-        "train_s": progress.seconds,
-    }
-    if progress.best is not None:
-        metrics["best_step"] = float(progress.best.step)
-    return metrics

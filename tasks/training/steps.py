@@ -21,8 +21,6 @@ from tasks.training.job import Optim, TrainJob
 from tasks.training.losses import Loss
 from tasks.training.passes import Sums
 
-_BELOW_ONE = math.nextafter(1.0, 0.0)
-"""Largest last rate of `polynomial`: transformers refuses one that is not below the peak."""
 Row = TypeVar("Row")
 """A row as `loss_of` takes it."""
 
@@ -32,11 +30,8 @@ def accumulate(
 ) -> tuple[dict[str, float], list[float]]:
     """Run forward and backward of this rank's rows of a step. The caller calls `engine.step()`.
 
-    Args:
-        engine: the DeepSpeed engine.
-        ranks: the process group.
-        rows: the rows; the same number of rows on every rank.
-        loss_of: returns a row's part of the loss of the whole step.
+    Every rank has the same number of `rows`; `loss_of` returns a row's part of the loss of the
+    whole step.
 
     Returns:
         `loss` and the metrics of the objective, summed over all rows and ranks; and the loss of
@@ -79,7 +74,7 @@ def not_finite(
     ranks: Ranks,
     job: TrainJob,
 ) -> TrainingError:
-    """Return the error of a step, the same on every rank, which all take part.
+    """Return the error of a step, the same on every rank; all take part.
 
     `what` is the problem, such as "loss is nan in step 3"; `samples` are the names in each row of
     this rank, and `losses` the losses of these rows.
@@ -120,11 +115,6 @@ def begin_random(seed: int, *, step: int, rank: int) -> None:
     random.seed(int(seeds[2]))
 
 
-def warmup_steps(total: int, ratio: float) -> int:
-    """Return the steps of linear warm-up: `ratio` of all steps, rounded up; 0 for ratio 0."""
-    return min(total, math.ceil(total * ratio))
-
-
 def factor(optim: Optim, *, step: int, total: int) -> float:
     """Return the learning rate of one step over the peak rate, by transformers' own schedules.
 
@@ -139,11 +129,16 @@ def _schedule(optim: Optim, total: int) -> Callable[[int], float]:
     """Build transformers' schedule around a throw-away optimizer, and return its function."""
     from transformers import get_scheduler
 
-    warmup, decay = warmup_steps(total, optim.warmup_ratio), math.ceil(total * optim.decay_ratio)
+    warmup = min(total, math.ceil(total * optim.warmup_ratio))
+    decay = math.ceil(total * optim.decay_ratio)
     options: dict[str, dict[str, Any]] = {
         "cosine_with_min_lr": {"min_lr_rate": optim.min_lr_ratio},
         "cosine_with_restarts": {"num_cycles": optim.num_cycles},
-        "polynomial": {"lr_end": min(optim.min_lr_ratio, _BELOW_ONE), "power": optim.power},
+        # transformers refuses a last rate that is not below the peak.
+        "polynomial": {
+            "lr_end": min(optim.min_lr_ratio, math.nextafter(1.0, 0.0)),
+            "power": optim.power,
+        },
         # A decay that reaches into the warm-up begins after it, from the peak.
         "warmup_stable_decay": {
             "num_stable_steps": max(0, total + 1 - decay - warmup),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,13 +17,13 @@ from torch import nn
 
 from tasks.core.errors import ConfigError, PlumblineError, TrainingError
 from tasks.core.machine import driver_too_old, gpu_count, has_gpu, resident_peak
+from tasks.pipeline.source_digest import source_digest
 from tasks.process.multinode import RANKS_FILE
 from tasks.training.engine.partitions import full_shape
 from tasks.training.job import Optim
 
 T = TypeVar("T")
 _PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "bitsandbytes")
-_OF_OPTIMIZER = ("optimizer", "zero_allow_untested_optimizer")
 
 COLLECTIVE_TIMEOUT_S = 1800
 """Longest wait within one collective. A dead rank is noticed at once (its socket closes and
@@ -104,14 +102,11 @@ class Ranks:
         return self.rank % self.sequence_parallel == 0
 
     def peak_memory(self, *, awake: int = 0, asleep: int = 0) -> int:
-        """Return the most memory that one of the ranks has held so far, in bytes; a collective.
+        """Return the most memory that a rank has used so far, in bytes; a collective.
 
-        On GPUs, what torch's allocator has reserved. On CPUs the resident memory of the process,
-        libraries and memory that ranks share included.
-
-        Args:
-            awake: bytes reserved while a rollout engine was awake.
-            asleep: bytes that it gave back in its sleep, which torch counts as reserved.
+        On GPUs, what torch's allocator has reserved: `awake` while a rollout engine was awake,
+        less the bytes `asleep` that it gave back in its sleep. On CPUs the resident memory of the
+        process, libraries and memory that ranks share included.
         """
         mine = resident_peak()
         if self.gpu:
@@ -132,11 +127,7 @@ class Ranks:
         return values
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Run a function on rank 0; return its result, or raise its error, on every rank.
-
-        Raises:
-            PlumblineError: from `work`.
-        """
+        """Run a function on rank 0; return its result, or raise its PlumblineError, everywhere."""
         result: T | None = None
         error: PlumblineError | None = None
         if self.first:
@@ -159,14 +150,11 @@ class Ranks:
 
 
 def require_same_versions(ranks: Ranks) -> None:
-    """Compare versions of libraries and the digest of this project's code over all ranks.
+    """Compare versions of libraries and this project's code over all ranks.
 
     A node with other versions would train another model without an error.
-
-    Raises:
-        TrainingError: versions differ; raised on every rank.
     """
-    own = [f"{name} {version(name)}" for name in _PACKAGES] + [f"tasks {_code()}"]
+    own = [*(f"{name} {version(name)}" for name in _PACKAGES), f"tasks {source_digest()[:12]}"]
     ours, *others = ranks.all_objects(own)
     for rank, theirs in enumerate(others, 1):
         if theirs != ours:
@@ -177,19 +165,11 @@ def require_same_versions(ranks: Ranks) -> None:
             )
 
 
-def _code() -> str:
-    tasks, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for path in sorted(tasks.rglob("*.py")):
-        digest.update(str(path.relative_to(tasks)).encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 def choose_device(setting: str, local: int) -> torch.device:
     """Return the device of a rank: a GPU of its own, or the CPU if the machine has none.
 
-    Raises:
-        ConfigError: torch cannot compute on the GPUs that exist or are asked for; or there are
-            fewer GPUs than ranks.
+    ConfigError if torch cannot compute on the GPUs that exist or are asked for, or there are fewer
+    GPUs than ranks.
     """
     count = gpu_count()
     if setting != "cpu" and torch.cuda.is_available():
@@ -208,24 +188,26 @@ def choose_device(setting: str, local: int) -> torch.device:
     raise ConfigError(f"train.device={setting}: {problem}; {needed}", hint=override)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[Any]:
-    """Return the parameters that require gradients, norms and biases in a group without decay."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    vectors = [p for p in parameters if len(full_shape(p)) < 2]
-    matrices = [p for p in parameters if len(full_shape(p)) > 1]
-    if not (weight_decay and vectors and matrices):  # torch >= 2.10 fails on empty groups
-        return parameters
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-
-
 def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
-    """Return a DeepSpeed engine that trains the parameters of `model` that require gradients."""
+    """Return a DeepSpeed engine that trains the parameters of `model` that require gradients.
+
+    Weights decay, norms and biases do not.
+    """
     import deepspeed
 
-    parameters = parameter_groups(model, optim.weight_decay)
-    optimizer = None
+    parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    vectors = [p for p in parameters if len(full_shape(p)) < 2]
+    matrices = [p for p in parameters if len(full_shape(p)) > 1]
+    if optim.weight_decay and vectors and matrices:  # torch >= 2.10 fails on empty groups
+        parameters = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer | None = None
     if "optimizer" not in config:
-        optimizer = _adamw_8bit(parameters, optim)
+        from bitsandbytes.optim import AdamW8bit
+
+        betas, decay = (optim.beta1, optim.beta2), optim.weight_decay
+        optimizer = AdamW8bit(
+            parameters, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=decay
+        )
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameters,
@@ -233,11 +215,10 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
         config=config,
         dist_init_required=False,
     )
-    without_zero = config["zero_optimization"]["stage"] == 0
     inner = getattr(engine.optimizer, "optimizer", None)
-    if without_zero and inner is None:
+    if config["zero_optimization"]["stage"] == 0 and inner is None:
         _tell_norms(engine)
-    elif inner is not None and without_zero:
+    elif config["zero_optimization"]["stage"] == 0:
         # DeepSpeed's 16-bit wrapper takes and counts a step on zeros, which Adam's bias correction
         # would turn into a first update of 0.74 of its size. Adam makes new states by itself.
         inner.state.clear()
@@ -250,7 +231,8 @@ def partitioned_engine(model: nn.Module, config: dict[str, Any]) -> Any:
     """Return a DeepSpeed engine around a frozen model whose parameters ZeRO-3 partitions."""
     import deepspeed
 
-    without = {key: value for key, value in config.items() if key not in _OF_OPTIMIZER}
+    trained = ("optimizer", "zero_allow_untested_optimizer")
+    without = {key: value for key, value in config.items() if key not in trained}
     engine, *_ = deepspeed.initialize(model=model, config=without, dist_init_required=False)
     engine.eval()
     return engine
@@ -271,25 +253,6 @@ def _tell_norms(engine: Any) -> None:
     engine._take_model_step = noted
 
 
-def _adamw_8bit(parameters: list[Any], optim: Optim) -> torch.optim.Optimizer:
-    """Return AdamW with 8-bit moments, quantised in blocks of 256 numbers."""
-    from bitsandbytes.optim import AdamW8bit
-
-    made: torch.optim.Optimizer = AdamW8bit(
-        parameters,
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-    )
-    return made
-
-
-FREES = ("optim_states", "hp_params", "lp_grads")
-FREES_3 = ("lp_grads", "contiguous_grad_buffer")
-"""States that DeepSpeed moves, under ZeRO-1 and 2 (`FREES`) and under ZeRO-3 (`FREES_3`)."""
-
-
 @dataclass
 class TrainerStates:
     """Optimizer states, fp32 weights and gradients of a run's engines, on the device or the host.
@@ -300,7 +263,6 @@ class TrainerStates:
     ZeRO-Offload, which have nothing to move.
 
     Attributes:
-        engines: DeepSpeed engines.
         movable: False if the states stay on the device; `offload` then does nothing.
         away: True while the states are in host memory.
     """
@@ -311,17 +273,40 @@ class TrainerStates:
 
     def offload(self) -> None:
         """Move the states to the host. The weights that forward passes read stay on the device."""
-        if self.movable and not self.away:
-            for engine in self.engines:
-                _offload(engine)
-            self.away = True
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+        from deepspeed.runtime.zero.offload_states import offload_optimizer_states
+
+        if not self.movable or self.away:
+            return
+        for engine in self.engines:
+            moved = ["optim_states", "hp_params", "lp_grads"]
+            if engine.zero_optimization_stage() == 3:
+                moved = ["lp_grads", "contiguous_grad_buffer"]
+                offload_optimizer_states(engine.optimizer.optimizer, "cpu", pin_memory=True)
+                for weights in engine.optimizer.fp32_partitioned_groups_flat:
+                    # A GPU reads page-locked memory several times faster.
+                    host = get_accelerator().pin_empty_like(weights.data, device="cpu")
+                    weights.data = host.copy_(weights.data)
+            # Last, because it empties the device's memory cache.
+            engine.offload_states(include=[OffloadStateTypeEnum(name) for name in moved])
+        self.away = True
 
     def reload(self) -> None:
         """Move the states back to the device."""
-        if self.away:
-            for engine in self.engines:
-                _reload(engine)
-            self.away = False
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.runtime.zero.offload_states import reload_optimizer_states
+
+        if not self.away:
+            return
+        for engine in self.engines:
+            engine.reload_states()
+            if engine.zero_optimization_stage() == 3:
+                device = get_accelerator().current_device_name()
+                reload_optimizer_states(engine.optimizer.optimizer, device)
+                for weights in engine.optimizer.fp32_partitioned_groups_flat:
+                    weights.data = weights.data.to(device)
+        self.away = False
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
@@ -329,35 +314,3 @@ class TrainerStates:
         self.reload()
         yield
         self.offload()
-
-
-def _offload(engine: Any) -> None:
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-    from deepspeed.runtime.zero.offload_states import offload_optimizer_states
-
-    split = engine.zero_optimization_stage() == 3
-    if split:
-        offload_optimizer_states(engine.optimizer.optimizer, "cpu", pin_memory=True)
-        for weights in engine.optimizer.fp32_partitioned_groups_flat:
-            weights.data = _on_host(weights.data)
-    # Last, because it empties the device's memory cache.
-    engine.offload_states(include=[OffloadStateTypeEnum(n) for n in (FREES_3 if split else FREES)])
-
-
-def _reload(engine: Any) -> None:
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.zero.offload_states import reload_optimizer_states
-
-    engine.reload_states()
-    if engine.zero_optimization_stage() == 3:
-        device = get_accelerator().current_device_name()
-        reload_optimizer_states(engine.optimizer.optimizer, device)
-        for weights in engine.optimizer.fp32_partitioned_groups_flat:
-            weights.data = weights.data.to(device)
-
-
-def _on_host(tensor: Any) -> Any:
-    """Return a copy in page-locked memory, which a GPU reads several times faster."""
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator().pin_empty_like(tensor, device="cpu").copy_(tensor)

@@ -44,27 +44,23 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def partition(parameter: nn.Parameter, *, rank: int, world_size: int) -> Partition:
-    """Return this rank's partition of a parameter, as a copy in host memory."""
-    shape = full_shape(parameter)
-    count = int(torch.Size(shape).numel())
-    own = getattr(parameter, "ds_tensor", None)
-    size = -(-count // world_size) if own is None else own.numel()
-    start, end = min(rank * size, count), min((rank + 1) * size, count)
-    if own is None:
-        data = parameter.detach().reshape(-1)[start:end]
-    else:
-        data = own.detach().reshape(-1)[: end - start]
-    return Partition(data.cpu().contiguous().clone(), shape, start, end)
-
-
 def own_partitions(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Partition]:
-    """Return this rank's partitions of all trained parameters, empty ones left out."""
-    partitions = {
-        name: partition(parameter, rank=rank, world_size=world_size)
-        for name, parameter in trainable(model).items()
-    }
-    return {name: part for name, part in partitions.items() if part.end > part.start}
+    """Return copies in host memory of this rank's partitions, empty ones left out."""
+    partitions = {}
+    for name, parameter in trainable(model).items():
+        shape = full_shape(parameter)
+        count = int(torch.Size(shape).numel())
+        own = getattr(parameter, "ds_tensor", None)  # under ZeRO-3
+        size = -(-count // world_size) if own is None else own.numel()
+        start, end = min(rank * size, count), min((rank + 1) * size, count)
+        if own is None:
+            data = parameter.detach().reshape(-1)[start:end]
+        else:
+            data = own.detach().reshape(-1)[: end - start]
+        if end > start:
+            copied = data.cpu().contiguous().clone()
+            partitions[name] = Partition(copied, shape, start, end)
+    return partitions
 
 
 def not_finite(partitions: dict[str, Partition]) -> list[str]:
@@ -100,22 +96,14 @@ def describe(model: nn.Module, *, world_size: int, zero_stage: int, mode: str) -
     }
 
 
-def whole(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+def whole(
+    parameters: Sequence[nn.Parameter], *, writer: int | None = None
+) -> contextlib.AbstractContextManager[Any]:
     """Gather parameters that ZeRO-3 may have partitioned; changes to them are lost.
 
-    All ranks enter and leave the context together. Below ZeRO-3 it does nothing.
+    All ranks enter and leave the context together. Below ZeRO-3 it does nothing. With a `writer`
+    changes stay, and every rank has to make the same ones.
     """
-    return _gather(parameters, writer=None)
-
-
-def gathered(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-    """Gather parameters as `whole` does, for writing; every rank has to write the same values."""
-    return _gather(parameters, writer=0)
-
-
-def _gather(
-    parameters: Sequence[nn.Parameter], *, writer: int | None
-) -> contextlib.AbstractContextManager[Any]:
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return contextlib.nullcontext()
     import deepspeed
@@ -124,3 +112,8 @@ def _gather(
         list(parameters), modifier_rank=writer
     )
     return context
+
+
+def gathered(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """Gather parameters for writing; see `whole`."""
+    return whole(parameters, writer=0)

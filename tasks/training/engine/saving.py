@@ -25,8 +25,8 @@ from tasks.training.engine.partitions import not_finite, own_partitions
 from tasks.training.job import TrainJob
 
 Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
-"""Engines beside the policy's, by the name of their folder in a checkpoint. Each is used within its
-context, in which the parameters that it trains require gradients."""
+"""Engines beside the policy's, by the name of their folder in a checkpoint, each within a context
+in which the parameters that it trains require gradients."""
 _NONE: Others = MappingProxyType({})
 
 
@@ -39,9 +39,8 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Write a checkpoint of the current step, and delete old ones.
 
-        Raises:
-            TrainingError: a weight is not finite (raised on every rank), or a file could not be
-                written (raised on that rank; torchrun ends the others). Older checkpoints stay.
+        TrainingError if a weight is not finite (raised on every rank), or a file could not be
+        written (raised on that rank; torchrun ends the others). Older checkpoints stay.
         """
         job, ranks = self._job, self._ranks
         self._require_finite(progress.step)
@@ -58,14 +57,18 @@ class Saver:
             flush_tree(work)  # on each rank: one node cannot flush the pages of another
             ranks.barrier()
             if ranks.first:
-                identity = dict(job.identity)
-                checkpoint.publish(
-                    work, world_size=ranks.world_size, identity=identity, progress=progress
-                )
+                about: dict[str, Any] = {"world_size": ranks.world_size, "progress": progress}
+                checkpoint.publish(work, identity=dict(job.identity), **about)
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
             if another_rank_failed(error):
                 raise
-            raise _not_written(error, work, ranks) from error
+            good = checkpoint.last_good(job.checkpoints)
+            free = shutil.disk_usage(job.checkpoints).free / 1e9
+            raise TrainingError(
+                f"rank {ranks.rank} could not write the checkpoint {job.checkpoints}: {error}",
+                details=[f"last good checkpoint: {good or 'none yet'}", f"free: {free:.2f} GB"],
+                hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
+            ) from error
         if ranks.first:
             keep = {progress.best.step} if progress.best else set()
             checkpoint.prune(job.checkpoints, keep=keep, most=job.settings.max_ckpt_num)
@@ -119,16 +122,6 @@ def _load(engine: Any, folder: Path, tag: str) -> None:
     )
     if path is None:
         raise TrainingError(f"DeepSpeed could not read the checkpoint {folder / tag}")
-
-
-def _not_written(error: Exception, work: Path, ranks: Ranks) -> TrainingError:
-    good = checkpoint.last_good(work.parent)
-    free = shutil.disk_usage(work.parent).free / 1e9
-    return TrainingError(
-        f"rank {ranks.rank} could not write the checkpoint {work.parent}: {error}",
-        details=[f"last good checkpoint: {good or 'none yet'}", f"free there: {free:.2f} GB"],
-        hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
-    )
 
 
 def convert(folder: Path, out: Path) -> None:

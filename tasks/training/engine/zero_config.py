@@ -13,11 +13,8 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the DeepSpeed configuration for `world_size` ranks.
 
-    It has no learning-rate schedule: `steps.set_lr` sets the rate before each step.
-
-    Raises:
-        ConfigError: the global batch is not a multiple of the micro-batches of all ranks, or
-            their number not one of `train.sequence_parallel`.
+    It has no learning-rate schedule: `steps.set_lr` sets the rate before each step. ConfigError if
+    the batch or `train.sequence_parallel` does not divide.
     """
     batch, sharing = settings.batch, settings.launch.sequence_parallel
     if world_size % sharing:

@@ -30,7 +30,7 @@ NOISE_BATCH = 8
 def measure_fingerprint(
     engine: Any, examples: Examples, *, head: str, count: int, device: torch.device
 ) -> Fingerprint | ScorePrint:
-    """Measure the engine's fingerprint (or scores) on the first evaluation examples, on all ranks."""
+    """Measure fingerprint or scores on the first evaluation examples. All ranks take part."""
     if head == "tokens":
         return fingerprint_of(engine, choose_probes(examples, count), device)
     return score_print(engine, choose_scored(examples, count), device)

@@ -245,14 +245,14 @@ class Tokeniser:
                 if isinstance(draft, Unfit):
                     unfit = draft
                 else:
-                    tally.without_loss += draft.without_loss
+                    tally.counts["without_loss"] += draft.without_loss
                     for sequence in [next(encoded) for _ in draft.conversations]:
                         if isinstance(sequence, Unfit):
                             unfit = unfit or sequence
                         else:
                             tokens.append(sequence)
                 if unfit is not None or isinstance(draft, Unfit):
-                    tally.unreadable += 1
+                    tally.counts["unreadable"] += 1
                     tally.refuse(name, str(unfit))
                     continue
                 yield from self.rule.examples(Example(name, tuple(tokens), draft.values), tally)
@@ -287,7 +287,7 @@ def _tokenise(folder: Path, tokeniser: Tokeniser, ranks: Ranks) -> None:
         whole = staged / "whole"
         join_examples(whole, parts)
         problem = _mixed_values(np.load(whole / "values.npy", mmap_mode="r"), source)
-        (whole / NOTES).write_text(json.dumps(tally.counts(tokeniser.rule.max_len)) + "\n")
+        (whole / NOTES).write_text(json.dumps(tally.event(tokeniser.rule.max_len)) + "\n")
         flush_tree(whole)
         if problem is None:
             whole.rename(folder)

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from tasks.training.job import Batch
 from tasks.training.tokens.examples import Examples
 
+HELDOUT_ROW = 8
+"""Smallest limit of examples in a row of evaluation examples."""
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -65,48 +68,34 @@ class Order:
     """
 
     def __init__(self, examples: Examples, batch: Batch, *, seed: int, world_size: int) -> None:
-        self._examples = examples
         self._lengths = examples.lengths.sum(axis=1)
         self._supervised = examples.supervised
-        self._batch = batch
-        self._seed = seed
+        self._size, self._seed, self._world = batch.global_batch_size, seed, world_size
         self._shuffled: tuple[int, NDArray[np.int64]] | None = None
-        self._world = world_size
         self._accumulation = batch.accumulation(world_size)
-        self._per_epoch = math.ceil(len(examples) / batch.global_batch_size)
+        self._per_epoch = math.ceil(len(examples) / self._size)
         by_epochs = math.ceil(batch.epochs * self._per_epoch)
         self.steps = max(1, by_epochs if batch.max_steps is None else batch.max_steps)
 
     def epoch_at(self, step: int) -> float:
         """Return the number of epochs seen after `step` steps."""
         epochs, steps = divmod(step, self._per_epoch)
-        return epochs + steps * self._batch.global_batch_size / len(self._lengths)
+        return epochs + steps * self._size / len(self._lengths)
 
     def step(self, step: int, rank: int) -> Step:
         """Return the rows of `rank` in step number `step`, 1 to `steps`."""
         epoch, before = divmod(step - 1, self._per_epoch)
-        size = self._batch.global_batch_size
-        chosen = self._permutation(epoch)[before * size : (before + 1) * size]
-        rows = deal(self._lengths[chosen], self._accumulation * self._world)
-        mine = [tuple(int(chosen[i]) for i in row) for row in rows[rank :: self._world]]
-        spare = Dealt((int(chosen[np.argmin(self._lengths[chosen])]),), counted=False)
-        return Step(tuple(Dealt(row) if row else spare for row in mine), self.count(chosen))
-
-    def count(self, chosen: NDArray[np.int64]) -> Counts:
-        """Return the totals of the chosen examples."""
-        supervised = self._supervised[chosen].sum(axis=0)
-        return Counts(
-            len(chosen),
-            tuple(int(n) for n in supervised),
-            tokens=int(self._lengths[chosen].sum()),
-        )
-
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        """Return the order of one epoch; the last one is kept."""
         if self._shuffled is None or self._shuffled[0] != epoch:
             generator = np.random.default_rng([self._seed, epoch])
             self._shuffled = epoch, generator.permutation(len(self._lengths))
-        return self._shuffled[1]
+        chosen = self._shuffled[1][before * self._size : (before + 1) * self._size]
+        lengths = self._lengths[chosen]
+        rows = deal(lengths, self._accumulation * self._world)
+        mine = [tuple(int(chosen[i]) for i in row) for row in rows[rank :: self._world]]
+        spare = Dealt((int(chosen[np.argmin(lengths)]),), counted=False)
+        supervised = tuple(int(n) for n in self._supervised[chosen].sum(axis=0))
+        counts = Counts(len(chosen), supervised, int(lengths.sum()))
+        return Step(tuple(Dealt(row) if row else spare for row in mine), counts)
 
 
 def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int]]:
@@ -114,10 +103,7 @@ def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int
 
     Items go longest first into the shortest row (Graham 1969, SIAM J. Appl. Math. 17(2): the
     longest row is at most 4/3 of the optimum). Ties go to the row with fewer items, then to the
-    first.
-
-    Returns:
-        Item numbers of each row; rows by descending sum.
+    first. Returns item numbers of each row; rows by descending sum.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i))
     heap = [(0, 0, row) for row in range(rows)]
@@ -126,22 +112,17 @@ def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int
         total, count, row = heapq.heappop(heap)
         dealt[row].append(item)
         heapq.heappush(heap, (total + int(lengths[item]), count + 1, row))
-    sums = [sum(int(lengths[i]) for i in row) for row in dealt]
+    sums = {row: total for total, _, row in heap}
     return [dealt[row] for row in sorted(range(rows), key=lambda row: (-sums[row], row))]
-
-
-HELDOUT_ROW = 8
-"""Smallest limit of examples in a row of evaluation examples."""
 
 
 def heldout_rounds(examples: Examples, batch: Batch, *, world_size: int, rank: int) -> list[Dealt]:
     """Return one rank's rows of evaluation examples; every rank gets equally many.
 
     A row may have more examples than a micro-batch if they are short, but never more tokens than a
-    micro-batch may have, so an evaluation needs no more memory than training.
-
-    Under ZeRO-3 all ranks have to make equally many forward passes. If the number of rows is not a
-    multiple of the ranks, the first row is repeated and its repetitions are not `counted`.
+    micro-batch may have, so an evaluation needs no more memory than training. Under ZeRO-3 all
+    ranks have to make equally many forward passes: if the number of rows is not a multiple of the
+    ranks, the first row is repeated and its repetitions are not `counted`.
     """
     lengths = examples.lengths.sum(axis=1)
     size = max(HELDOUT_ROW, batch.micro_batch_size)

@@ -14,8 +14,9 @@ of the training rows an error. Pairs whose answers have the same tokens are left
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,17 @@ SHOWN = 20
 SPLIT = "split"
 WARNED = 0.01
 """Share of rows truncated, or left out for their length, above which there is a warning."""
+COUNTED = {
+    "kept": "samples used; each piece of a text counts",
+    "truncated": "samples used of which tokens were cut off",
+    "ends_cut": "answers that lost their end",
+    "tokens_cut": "tokens cut off",
+    "in_pieces": "texts cut into pieces",
+    "refused": "samples left out because they are too long",
+    "equal": "pairs left out because both answers have the same tokens",
+    "without_loss": "answers of conversations that train.mask leaves out of the loss",
+}
+"""Counts of the event "data"."""
 
 
 @dataclass
@@ -35,75 +47,57 @@ class Tally:
     """Account of the samples; `+` adds the accounts of several ranks.
 
     Attributes:
-        kept: samples used; each piece of a text counts.
-        truncated: samples used of which tokens were cut off.
-        ends_cut: answers that lost their end.
-        tokens_cut: tokens cut off.
-        in_pieces: texts cut into pieces.
-        refused: samples left out because they are too long.
-        equal: pairs left out because both answers have the same tokens.
-        without_loss: answers of conversations that `train.mask` leaves out of the loss.
-        fatal: samples that cannot be used and may not be left out.
-        too_long: those of them that are merely too long.
-        lengths: tokens of the longest sequence of each sample that could be tokenised, uncut.
-        unreadable: number of all others.
+        counts: those of `COUNTED`; `fatal` samples, which cannot be used and may not be left out;
+            `too_long`, those of them that are merely too long; `unreadable` ones.
+        lengths: tokens of the longest sequence of each sample that is not unreadable, uncut.
         left_out: the first samples left out, with reasons.
         wrong: the first fatal samples, with reasons.
     """
 
-    kept: int = 0
-    truncated: int = 0
-    ends_cut: int = 0
-    tokens_cut: int = 0
-    in_pieces: int = 0
-    refused: int = 0
-    equal: int = 0
-    without_loss: int = 0
-    fatal: int = 0
-    too_long: int = 0
-    unreadable: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     lengths: list[int] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def __add__(self, other: Tally) -> Tally:
         """Return the sum of both accounts."""
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Tally(**{**sums, **{n: sums[n][:SHOWN] for n in ("left_out", "wrong")}})
+        return Tally(
+            self.counts + other.counts,
+            self.lengths + other.lengths,
+            (self.left_out + other.left_out)[:SHOWN],
+            (self.wrong + other.wrong)[:SHOWN],
+        )
 
     @property
     def read(self) -> int:
         """Number of all samples."""
-        return len(self.lengths) + self.unreadable
+        return len(self.lengths) + self.counts["unreadable"]
 
     def refuse(self, name: str, why: str) -> None:
         """Record a sample that cannot be used and may not be left out."""
-        self.fatal += 1
-        if len(self.wrong) < SHOWN:
-            self.wrong.append(f"{name}: {why}")
+        self.counts["fatal"] += 1
+        self.wrong += [f"{name}: {why}"] if len(self.wrong) < SHOWN else []
 
     def leave_out(self, name: str, why: str) -> None:
         """Record a sample that is left out."""
-        if len(self.left_out) < SHOWN:
-            self.left_out.append(f"{name}: {why}")
+        self.left_out += [f"{name}: {why}"] if len(self.left_out) < SHOWN else []
 
-    def counts(self, max_len: int) -> dict[str, Any]:
+    def event(self, max_len: int) -> dict[str, Any]:
         """Return the fields of the event "data".
 
         `fits_99` and `fits_all` are the limits that would truncate at most 1 % and none of the
         samples; 0 if `max_len` does. `lengths` counts samples in four bins per octave.
         """
-        names = (
-            "read", "kept", "truncated", "ends_cut", "tokens_cut", "in_pieces", "refused", "equal",
-            "without_loss",
-        )  # fmt: skip
         lengths = np.maximum(np.array(self.lengths, np.int64), 1)
-        long = np.sort(lengths[lengths > max_len])[::-1].tolist() if not self.in_pieces else []
+        long: list[int] = []
+        if not self.counts["in_pieces"]:
+            long = np.sort(lengths[lengths > max_len])[::-1].tolist()
         spared = math.floor(WARNED * self.read)
         ends = np.floor(2 ** (np.ceil(4 * np.log2(lengths)) / 4)).astype(int)
         bins, amounts = np.unique(ends, return_counts=True)
         return {
-            **{name: getattr(self, name) for name in names},
+            "read": self.read,
+            **{name: self.counts[name] for name in COUNTED},
             "fits_99": long[spared] if len(long) > spared else 0,
             "fits_all": long[0] if long else 0,
             "lengths": list(zip(bins.tolist(), amounts.tolist(), strict=True)),
@@ -112,25 +106,25 @@ class Tally:
 
     def problem(self, source: str) -> DataError | None:
         """Return the error for fatal samples, or a split without any sample; None if it is fine."""
-        longest = max(self.lengths, default=0)
-        if self.fatal:
-            rest = self.fatal - len(self.wrong)
+        counts, longest = self.counts, max(self.lengths, default=0)
+        if fatal := counts["fatal"]:
+            rest = fatal - len(self.wrong)
+            hint = "data.chat_template=... or correct the samples"
+            if counts["too_long"] == fatal:
+                hint = f"train.max_len={longest} cuts none; train.on_overlong=refuse drops them"
             return DataError(
-                f"{source}: {self.fatal} samples cannot be used, first {self.wrong[0]}",
+                f"{source}: {fatal} samples cannot be used, first {self.wrong[0]}",
                 details=[*self.wrong, *([f"... and {rest} more"] if rest else [])],
-                hint=f"train.max_len={longest} truncates none; train.on_overlong=refuse leaves "
-                "them out"
-                if self.too_long == self.fatal
-                else "data.chat_template=... or correct the samples",
+                hint=hint,
             )
-        if not self.kept:
-            counts = f"{self.refused} too long, {self.equal} pairs of equal answers"
-            return DataError(
-                f"{source}: none of {self.read} samples is left: {counts}",
-                details=self.left_out,
-                hint=f"train.max_len={longest}, or other data",
-            )
-        return None
+        if counts["kept"]:
+            return None
+        return DataError(
+            f"{source}: none of {self.read} samples is left: {counts['refused']} too long, "
+            f"{counts['equal']} pairs of equal answers",
+            details=self.left_out,
+            hint=f"train.max_len={longest}, or other data",
+        )
 
 
 @dataclass(frozen=True)
@@ -149,15 +143,14 @@ class Rule:
                 example._replace(name=f"{example.name}+{number}", sequences=(piece,))
                 for number, piece in enumerate(pieces(example.sequences[0], self.max_len))
             ]
-            tally.in_pieces += 1
-            tally.kept += len(cut)
+            tally.counts += Counter(in_pieces=1, kept=len(cut))
             return cut
         if why := self._too_long(example):
             if self.on_overlong == "refuse":
-                tally.refused += 1
+                tally.counts["refused"] += 1
                 tally.leave_out(example.name, why)
             else:
-                tally.too_long += 1
+                tally.counts["too_long"] += 1
                 tally.refuse(example.name, why)
             return []
         over = [max(0, len(s.ids) - self.max_len) for s in example.sequences]
@@ -166,14 +159,14 @@ class Rule:
         )
         first, *others = (np.asarray(s.ids) for s in sequences)
         if others and all(np.array_equal(first, ids) for ids in others):
-            tally.equal += 1
+            tally.counts["equal"] += 1
             after = f" after truncation to {self.max_len}" if any(over) else ""
             tally.leave_out(example.name, f"both answers have the same tokens{after}")
             return []
-        tally.kept += 1
-        tally.truncated += any(over)
-        tally.ends_cut += sum(tokens > 0 for tokens in over)
-        tally.tokens_cut += sum(over)
+        ends_cut = sum(tokens > 0 for tokens in over)
+        tally.counts += Counter(
+            kept=1, truncated=any(over), ends_cut=ends_cut, tokens_cut=sum(over)
+        )
         return [example._replace(sequences=sequences)]
 
     def _too_long(self, example: Example) -> str:
@@ -189,21 +182,15 @@ class Rule:
 def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
     """Return a warning about samples that are too long, above `WARNED`, and answers without loss.
 
-    `counts` is a result of `Tally.counts`; the text is empty if there is nothing to say.
+    `counts` is a result of `Tally.event`; the text is empty if there is nothing to say.
     """
-    read, lines = counts["read"], []
-    if counts["truncated"] > WARNED * read:
-        lines.append(
-            f"{_share(counts['truncated'], read)} are longer than train.max_len={max_len} and were "
-            f"cut: {counts['tokens_cut']} tokens, {counts['ends_cut']} answers without their end"
-        )
-    if counts["refused"] > WARNED * read:
-        lines.append(
-            f"{_share(counts['refused'], read)} are longer than train.max_len={max_len} and were "
-            "left out (train.on_overlong=refuse)"
-        )
-    if lines:
-        lines.append(_keeps(counts))
+    lines = []
+    for name, outcome in (("truncated", "cut"), ("refused", "left out")):
+        if counts[name] > WARNED * counts["read"]:
+            lines.append(
+                f"{_share(counts[name], counts['read'])} are longer than train.max_len={max_len} "
+                f"and were {outcome}: {_keeps(counts)}"
+            )
     if counts["without_loss"]:
         lines.append(
             f"{counts['without_loss']} answers before the last of a conversation bear no loss; "
@@ -215,11 +202,7 @@ def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
 def refuse_truncated(
     counts: Mapping[str, Any], *, source: str, max_len: int, most: float, texts: bool
 ) -> None:
-    """Refuse training rows if more than `most` of them (`data.max_truncated`) are truncated.
-
-    Raises:
-        DataError: too many rows are truncated.
-    """
+    """Raise DataError if more than `most` (`data.max_truncated`) of the rows are truncated."""
     read, cut = counts["read"], counts["truncated"]
     if cut <= most * read:
         return

@@ -36,7 +36,7 @@ class TestTruncation:
     def account(self, *lengths: int, rule: str = "truncate") -> dict[str, Any]:
         """Return the counts of samples of these lengths, under a limit of 10."""
         examples = [sample(str(n), length) for n, length in enumerate(lengths)]
-        return self.run(Rule(10, rule), *examples)[1].counts(10)
+        return self.run(Rule(10, rule), *examples)[1].event(10)
 
     def test_tokens_cut_are_counted_and_sufficient_limits_named(self) -> None:
         few = self.account(*[10] * 98, 30, 400)
@@ -74,7 +74,12 @@ class TestTruncation:
         rule = Rule(10, "truncate")
         cut, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12), sample("r", 10))
         assert cut == [[10, 9], [10, 10], [10]]
-        assert (tally.read, tally.kept, tally.truncated, tally.ends_cut) == (3, 3, 2, 3)
+        assert [tally.event(10)[n] for n in ("read", "kept", "truncated", "ends_cut")] == [
+            3,
+            3,
+            2,
+            3,
+        ]
         assert not tally.left_out
 
     def test_pairs_that_become_equal_are_left_out_and_counted(self) -> None:
@@ -83,10 +88,10 @@ class TestTruncation:
         late = Tokens([*same.ids[:-1], 99], same.bears)
         cut, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
         assert cut == [[6, 6]]
-        assert (tally.read, tally.kept, tally.equal, tally.truncated) == (2, 1, 1, 0)
+        assert [tally.event(11)[n] for n in ("read", "kept", "equal", "truncated")] == [2, 1, 1, 0]
         assert [line.partition(":")[0] for line in tally.left_out] == ["p"]
         cut, tally = self.run(Rule(12, "truncate"), Example("p", (same, late)))
-        assert (cut, tally.equal) == ([[12, 12]], 0)
+        assert (cut, tally.counts["equal"]) == ([[12, 12]], 0)
         _, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)))
         assert "1 pairs" in problem(tally).message
 
@@ -96,7 +101,7 @@ class TestTruncation:
         assert "first p: prompt of 10 tokens" in problem(tally).message
         assert "train.max_len=12 " in problem(tally).hint
         cut, tally = self.run(Rule(10, "refuse"), sample("x", 12), long, sample("y", 9))
-        assert (cut, tally.refused) == ([[9]], 2)
+        assert (cut, tally.counts["refused"]) == ([[9]], 2)
         assert [line.partition(":")[0] for line in tally.left_out] == ["x", "p"]
         _, tally = self.run(Rule(10, "refuse"), long)
         assert "1 too long" in problem(tally).message

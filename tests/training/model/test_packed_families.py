@@ -129,32 +129,15 @@ LINEAR = {
     "linear_conv_kernel_dim": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 PADDED: dict[str, dict[str, Any]] = {
     "bloom": {"n_head": 4, "n_layer": 2},
-    "falcon_h1": {"mamba_d_ssm": 64, **MAMBA},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], **MAMBA},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {
         "attention_chunk_size": 8, "head_dim": 8, "intermediate_size_mlp": 64,
         "num_local_experts": 2,
     },
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
-        "ssm_state_size": 8, "n_groups": 1, "head_dim": 8,
-    },
-    "qwen3_next": {
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16, **LINEAR,
-    },
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
-    "qwen3_5_moe_text": {
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16, **LINEAR,
-    },
     "glm_moe_dsa": {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
@@ -162,7 +145,7 @@ PADDED: dict[str, dict[str, Any]] = {
         "index_topk": 4, "num_key_value_heads": 4,
     },
 }  # fmt: skip
-"""Families with recurrent, linear, chunked, indexed or ALiBi attention, and their sizes."""
+"""Families with ALiBi, convolutional, chunked, recurrent, linear or indexed attention."""
 SIZES = {
     "vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,

@@ -54,7 +54,6 @@ PATTERNS = replace(
 )
 NEW_TOKENS = replace(SHORT, new_tokens=("copy", "<tool>"), zero=Zero(2))
 FP32 = replace(SHORT, dtype="float32", optim=replace(SHORT.optim, weight_decay=0.1))
-OFFLOAD = {"offload_optimizer": "cpu"}
 STAGES = {
     "full_zero3": Wanted(replace(FULL, zero=ZERO3, batch=replace(FULL.batch, max_len=CUT_AT))),
     "qlora_zero2": Wanted(replace(SHORT, peft=QLORA, zero=Zero(2))),
@@ -71,9 +70,8 @@ STAGES = {
     "rows_untied_zero2": Wanted(NEW_TOKENS, "rows_untied"),
     "fp32_zero2": Wanted(replace(FP32, zero=Zero(2))),
     "fp32_zero3": Wanted(replace(FP32, zero=ZERO3)),
-    "fp32_offload_zero2": Wanted(replace(FP32, zero=Zero(2, **OFFLOAD))),
     "fp32_offload_zero3": Wanted(
-        replace(FP32, zero=replace(ZERO3, offload_param="cpu", **OFFLOAD))
+        replace(FP32, zero=replace(ZERO3, offload_param="cpu", offload_optimizer="cpu"))
     ),
 }
 REWARD = Settings(
@@ -126,7 +124,6 @@ DPO = replace(RESUMED, objective="dpo", peft=DROPOUT, zero=Zero(3))
 HALF = replace(RESUMED, dtype="float16", batch=replace(RESUMED.batch, max_steps=20))
 RESUMES = {
     "lora_3": replace(RESUMED, peft=DROPOUT, zero=Zero(3), gradient_checkpointing=True),
-    "lora_0": replace(RESUMED, peft=DROPOUT, zero=Zero(0)),
     "qlora_2": replace(RESUMED, peft=replace(DROPOUT, kind="qlora"), zero=Zero(2)),
     "fp32_2": replace(RESUMED, peft=replace(DROPOUT, dropout=0.0), zero=Zero(2), dtype="float32"),
     "8bit_2": replace(
@@ -134,11 +131,10 @@ RESUMES = {
     ),
     "full_3": replace(RESUMED, zero=Zero(3), evaluate=Evaluate(eval_steps=2)),
     "half_2": replace(HALF, zero=Zero(2)),
-    "reward": replace(RESUMED, objective="reward", peft=DROPOUT, zero=Zero(3)),
     "dpo": replace(DPO, evaluate=Evaluate(eval_steps=2)),
     "kto": replace(RESUMED, objective="kto", peft=DROPOUT, zero=Zero(2)),
 }
-DATA_OF = {"sft": "fifty_words", "reward": "fifty_pairs", "dpo": "fifty_pairs", "kto": "labelled"}
+DATA_OF = {"sft": "fifty_words", "dpo": "fifty_pairs", "kto": "labelled"}
 PLAIN_SGD = Settings(
     dtype="float32",
     # A large epsilon makes AdamW follow the gradient, as SGD does.
@@ -160,13 +156,9 @@ SHARED = {
     "experts": Wanted(
         replace(TEXTS, router_aux_loss_coef=0.5, gradient_checkpointing=True), "experts", "texts"
     ),
-    "sft_zero3": Wanted(
-        replace(TEXTS, peft=LORA, zero=ZERO3, gradient_checkpointing=True), data="texts"
-    ),
     "experts_dpo_zero3": Wanted(
         replace(SHARED_DPO, zero=ZERO3, router_aux_loss_coef=0.5), "experts", "pairs"
     ),
-    "kto": Wanted(replace(OF_PAIRS, objective="kto", peft=LORA), data="labelled"),
     "reward": Wanted(
         replace(
             OF_PAIRS,

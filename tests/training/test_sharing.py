@@ -57,7 +57,7 @@ def test_two_ranks_share_rows_exactly(trained: Trained, name: str) -> None:
 @pytest.mark.slow
 def test_any_number_of_ranks(trained: Trained) -> None:
     """One rank, two groups of two, and one of four, with fewer key heads than ranks."""
-    names = ("sft_zero3", "sft", "dpo", "experts")
+    names = ("sft", "dpo", "experts")
     alone = trained.train(trained.folder / "one", {n: shared(n, 1, 1) for n in names}, 1)
     for sharing in (2, 4):
         wanted = {name: shared(name, sharing, 4) for name in names}

@@ -122,7 +122,6 @@ SAME: dict[str, tuple[str, float, float | None]] = {
     "patterns_zero3": ("patterns_zero2", 2e-3, None),
     "checkpointed_zero3": ("lora_zero2", 2e-3, None),
     "fp32_zero3": ("fp32_zero2", 1e-5, 1e-5),
-    "fp32_offload_zero2": ("fp32_zero2", 1e-5, 2e-5),
     "fp32_offload_zero3": ("fp32_zero3", 1e-5, 2e-5),
 }
 """Job: the job that trains the same, and tolerances of losses and weights."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,16 @@ from torch import nn
 from tasks.training.engine.deepspeed_engine import start_engine
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Zero
-from tasks.training.steps import take
 from tests.settings import Batch, Optim, Settings
 
 PASSES = 16
 
 
 def measure_engines(ranks: Any, folder: Path) -> None:
-    """Write `sums.json` and `single.json`: a list of measurements for each stage."""
-    for name, measure in (("sums", add_up), ("single", train_single_tensor)):
-        measures = [measure(ranks, stage) for stage in range(4)]
-        if ranks.first:
-            (folder / f"{name}.json").write_text(json.dumps(measures))
+    """Write `sums.json`: a list of measurements for each stage."""
+    measures = [add_up(ranks, stage) for stage in range(4)]
+    if ranks.first:
+        (folder / "sums.json").write_text(json.dumps(measures))
 
 
 def add_up(ranks: Any, stage: int) -> list[float]:
@@ -56,30 +53,6 @@ def add_up(ranks: Any, stage: int) -> list[float]:
         after = [float(p.flatten()[0]) for p in parameters]
     engine.destroy()
     return [gradient, *after]
-
-
-def train_single_tensor(ranks: Any, stage: int) -> list[float]:
-    """Train 15 elements; return losses, the first norm, and 1 if a bad gradient is noticed."""
-    batch = Batch(micro_batch_size=1, global_batch_size=ranks.world_size)
-    settings = Settings(dtype="bfloat16", zero=Zero(stage), batch=batch)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 1)).to(torch.bfloat16)
-    model[1].requires_grad_(False)
-    engine = start_engine(model, deepspeed_config(settings, ranks.world_size), settings.optim)
-    set_lr(engine, 0.05)
-    row = torch.ones(1, 3, dtype=torch.bfloat16, device=ranks.device)
-    losses, norms = [], []
-    for _ in range(3):
-        loss = engine(row).float().square().sum()
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-        norms.append(float(engine.get_global_grad_norm()))
-    loss = engine(row).float().square().sum()
-    engine.backward(loss + torch.sqrt(loss * 0.0))  # finite, with a gradient that is not
-    broken, _ = take(engine, half=False)
-    engine.destroy()
-    return [losses[0], losses[-1], norms[0], float(math.isnan(broken))]
 
 
 def set_lr(engine: Any, lr: float) -> None:

@@ -235,20 +235,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(
 
 
 def test_gradients_are_summed_in_fp32_and_biases_do_not_decay(trained: Trained) -> None:
-    """DeepSpeed refuses fp32 sums of bf16 below ZeRO-2; one tensor is enough for every stage."""
+    """DeepSpeed refuses fp32 sums of bf16 below ZeRO-2."""
     assert trained["full_zero3"].out.is_dir()
-    folder = trained.folder / "default" / "engines"
-    sums, single = (read_json(folder / f"{name}.json") for name in ("sums", "single"))
+    sums = read_json(trained.folder / "default" / "engines" / "sums.json")
     whole = (256 + 15 * 0.5) / 16
     assert [gradient for gradient, *_ in sums[2:]] == [whole, whole]
     assert sums[0][0] < whole
     assert [[weight, bias] for _, weight, bias in sums] == [[0.75, 1.0]] * 4
-    for measures in single:
-        assert measures == pytest.approx(single[0], rel=1e-6)
-    before, after, norm, noticed = single[0]
-    assert after < before
-    assert noticed == 1.0
-    assert norm > 0.1  # reported under every stage
 
 
 def test_a_merged_qlora_model_is_not_quantised_again(tmp_path: Path, dataset: Path) -> None:

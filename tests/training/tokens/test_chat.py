@@ -248,11 +248,3 @@ def test_a_template_that_leaves_something_out_is_refused(tokenizer, part: str, n
     result = encoded(tokenizer, **{part: ""})
     assert isinstance(result, Unfit)
     assert named in str(result)
-
-
-def test_reasoning_of_an_answer_that_is_not_trained_may_be_dropped(tokenizer) -> None:
-    """Templates strip the reasoning of earlier turns, as servers do."""
-    earlier = [MESSAGES[0], MESSAGES[3], MESSAGES[0], {"role": "assistant", "content": "Still no."}]
-    dropping = template(reasoning="")
-    assert isinstance(encode(tokenizer, Turns(earlier, 3), dropping), Tokens)
-    assert isinstance(encode(tokenizer, Turns(earlier, 0), dropping), Unfit)

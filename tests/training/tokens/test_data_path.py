@@ -60,14 +60,8 @@ class TestRows:
             question = prompt.removeprefix("<|im_start|>user\n").partition("<")[0]
             foreign = {a for q, a in known if q != question}
             assert other.removesuffix("<|im_end|>") in foreign
-        again = load(job_for(tmp_path, base, seed=1), LABELLED)
-        assert texts(examples, tokenizer) != texts(again, tokenizer)
-
-    def test_labelled_answers_that_all_agree_are_refused(self, base: Path, tmp_path: Path) -> None:
-        rows = [{"id": str(i), "messages": [user(f"q{i}"), answer("a")], "desirable": True}
-                for i in range(3)]  # fmt: skip
-        write(tmp_path, rows)
-        with pytest.raises(DataError, match="3 samples.*first 0"):
+        write(tmp_path, [{**row, "messages": [user(row["id"]), answer("a")]} for row in rows])
+        with pytest.raises(DataError, match="12 samples.*first 0"):  # no other answer anywhere
             load(job_for(tmp_path, base), LABELLED)
 
     def test_masks(self, base: Path, tmp_path: Path, capfd) -> None:
@@ -137,24 +131,12 @@ class TestRows:
 TEXTS = [{"id": "a", "text": "to be or not"}, {"id": "b", "text": "x"}, {"id": "c", "text": "é\n "}]
 
 
-class WithBos:
-    """A tokenizer whose texts begin with id 7, as Llama's begin with a BOS token."""
-
-    eos_token_id = 5
-
-    def __call__(self, texts: list[str], verbose: bool) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[7, *text.encode()] for text in texts]}
-
-
 def test_texts_end_with_eos_and_all_tokens_but_the_first_bear_loss() -> None:
     tokenizer = make_tokenizer()
     (tokens,) = TextEncoder(tokenizer).encode(["ab"])
     assert not isinstance(tokens, Unfit)
     assert tokenizer.convert_ids_to_tokens(tokens.ids.tolist()) == ["a", "b", "<|im_end|>"]
     assert tokens.bears.tolist() == [0, 1, 1]
-    (tokens,) = TextEncoder(WithBos()).encode(["ab"])
-    assert (list(tokens.ids), list(tokens.bears)) == ([7, 97, 98, 5], [0, 1, 1, 1])
-    assert TextEncoder(tokenizer).encode([]) == []
     (nothing,) = TextEncoder(tokenizer).encode([""])
     assert isinstance(nothing, Unfit)
 
@@ -191,20 +173,6 @@ class TestTexts:
         (event,) = data_events(capfd)
         assert (event["read"], event["kept"], event["in_pieces"]) == (3, 5, 1)
         assert (event["truncated"], event["refused"]) == (0, 0)
-
-    def test_long_texts_are_truncated_or_refused_and_counted(
-        self, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        job = replace(self.job(tmp_path / "cut", base, "truncate", 5), max_truncated=0.34)
-        cut = load(job, CONVERSATIONS)
-        assert cut.lengths[:, 0].tolist() == [5, 2, 5]
-        left = load(self.job(tmp_path / "left", base, "refuse", 5), CONVERSATIONS)
-        assert left.lengths[:, 0].tolist() == [2, 5]
-        events = data_events(capfd)
-        assert [(e["truncated"], e["ends_cut"], e["refused"]) for e in events] == [
-            (1, 1, 0), (0, 0, 1),
-        ]  # fmt: skip
-        assert [line.partition(":")[0] for line in events[1]["left_out"]] == ["a"]
 
     def test_a_template_is_not_needed_and_another_mask_is_refused(
         self, base: Path, tmp_path: Path

@@ -52,9 +52,8 @@ _GROUPS: dict[str, type[Any]] = {
 class Settings(Probes, Checkpoints, Steps, Goal, Loading):
     """Everything that decides what is trained, and nothing about where it is stored.
 
-    Attributes:
-        online: sections `rl`, `rollout` and `reward` of an objective that learns from its own
-            responses, see `tasks/rl/settings.py`; empty for all other objectives.
+    `online` has the sections `rl`, `rollout` and `reward` of an objective that learns from its own
+    responses, see `tasks/rl/settings.py`; it is empty for all other objectives.
     """
 
     optim: Optim
@@ -93,13 +92,9 @@ class Settings(Probes, Checkpoints, Steps, Goal, Loading):
         seed: int,
         online: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Settings:
-        """Read the configuration's sections of the same names.
+        """Read the configuration's sections; of `model` only the fields of `Loading`.
 
-        Of `model` only the fields of `Loading` are read. The fields of `Resume` in `train` are left
-        out, because they do not change the result.
-
-        Raises:
-            ConfigError: a section has no such key.
+        The fields of `Resume` in `train` are left out, because they do not change the result.
         """
         resume = {f.name for f in fields(Resume)}
         flat = {name: value for name, value in train.items() if name not in resume}

@@ -84,10 +84,7 @@ def reward(
         "chosen": chosen.sum(),
         "rejected": rejected.sum(),
     }
-    return Loss(
-        losses.sum() / counts.examples,
-        {name: value.detach() / counts.examples for name, value in measures.items()},
-    )
+    return _mean(losses, measures, counts)
 
 
 def dpo(
@@ -120,10 +117,8 @@ def dpo(
     else:
         gap, smooth = beta * (ratios[:, 0] - ratios[:, 1]), label_smoothing
         losses = -(1 - smooth) * logsigmoid(gap) - smooth * logsigmoid(-gap)
-    value = losses.sum() / counts.examples
-    if nll:
-        value = value - nll * sums[0::2].sum() / counts.supervised[0]
-    return Loss(value, _of_pairs(beta * ratios.detach(), sums.detach(), counts))
+    loss = _mean(losses, _of_pairs(beta * ratios.detach(), sums.detach()), counts)
+    return _with_nll(loss, sums, counts, nll)
 
 
 def simpo(
@@ -143,10 +138,8 @@ def simpo(
     sums = row.sums(output.logprobs)
     rewards = beta * (sums / row.counts()).view(-1, 2)
     losses = -logsigmoid(rewards[:, 0] - rewards[:, 1] - gamma)
-    value = losses.sum() / counts.examples
-    if nll:
-        value = value - nll * sums[0::2].sum() / counts.supervised[0]
-    return Loss(value, _of_pairs(rewards.detach(), sums.detach(), counts))
+    loss = _mean(losses, _of_pairs(rewards.detach(), sums.detach()), counts)
+    return _with_nll(loss, sums, counts, nll)
 
 
 def orpo(output: ModelOutput, row: Row, counts: Counts, *, beta: float = 0.1) -> Loss:
@@ -158,11 +151,12 @@ def orpo(output: ModelOutput, row: Row, counts: Counts, *, beta: float = 0.1) ->
     sums = row.sums(output.logprobs)
     means = (sums / row.counts()).view(-1, 2)
     odds = means - _log1mexp(means)
-    losses = -logsigmoid(odds[:, 0] - odds[:, 1])
+    gap = odds[:, 0] - odds[:, 1]
     nll = -sums[0::2].sum() / counts.supervised[0]
-    measures = _of_pairs(beta * means.detach(), sums.detach(), counts)
-    measures["log_odds"] = (odds[:, 0] - odds[:, 1]).detach().sum() / counts.examples
-    return Loss(nll + beta * losses.sum() / counts.examples, measures)
+    measures = _of_pairs(beta * means.detach(), sums.detach()) | {"log_odds": gap.detach().sum()}
+    losses = -logsigmoid(gap)
+    value = nll + beta * losses.sum() / counts.examples
+    return Loss(value, _mean(losses, measures, counts).measures)
 
 
 def kto(
@@ -197,10 +191,7 @@ def kto(
         "share_desirable": good.float().sum(),
         "kl": z0 * len(ratios),
     }
-    return Loss(
-        losses.sum() / counts.examples,
-        {name: value / counts.examples for name, value in measures.items()},
-    )
+    return _mean(losses, measures, counts)
 
 
 def by_kind(totals: dict[str, float]) -> dict[str, float]:
@@ -213,12 +204,24 @@ def by_kind(totals: dict[str, float]) -> dict[str, float]:
     return totals | means
 
 
-def _of_pairs(
-    rewards_E2: torch.Tensor, sums_S: torch.Tensor, counts: Counts
-) -> dict[str, torch.Tensor]:
-    """Return the usual metrics of pairs: implicit rewards, and log-probabilities in nats."""
+def _mean(losses: torch.Tensor, measures: Mapping[str, torch.Tensor], counts: Counts) -> Loss:
+    """Return a row's part of the means over all examples of the step."""
+    means = {name: value.detach() / counts.examples for name, value in measures.items()}
+    return Loss(losses.sum() / counts.examples, means)
+
+
+def _with_nll(loss: Loss, sums: torch.Tensor, counts: Counts, weight: float) -> Loss:
+    """Add the cross-entropy of the chosen answers' tokens."""
+    if not weight:
+        return loss
+    value = loss.value - weight * sums[0::2].sum() / counts.supervised[0]
+    return Loss(value, loss.measures)
+
+
+def _of_pairs(rewards_E2: torch.Tensor, sums_S: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return sums of the usual metrics of pairs: implicit rewards, and log-probs in nats."""
     chosen, rejected = rewards_E2.unbind(dim=1)
-    sums = {
+    return {
         "accuracy": (chosen > rejected).float().sum(),
         "margin": (chosen - rejected).sum(),
         "reward_chosen": chosen.sum(),
@@ -226,7 +229,6 @@ def _of_pairs(
         "logp_chosen": sums_S[0::2].sum(),
         "logp_rejected": sums_S[1::2].sum(),
     }
-    return {name: value / counts.examples for name, value in sums.items()}
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
@@ -292,14 +294,11 @@ def objective(name: str, options: Mapping[str, Any]) -> Objective:
             details=[f"train.loss.{key}={options[key]}" for key in unknown],
             hint=f"{name} has: {', '.join(known) or 'none'}; null keeps the default",
         )
-    if options.get("kind", KINDS[0]) not in KINDS:
-        raise ConfigError(
-            f"train.loss.kind={options['kind']} is not a kind of train.objective={name}",
-            hint=f"train.loss.kind={'|'.join(KINDS)}",
-        )
-    if not 0.0 <= options.get("label_smoothing", 0.0) < 0.5:
-        raise ConfigError(
-            f"train.loss.label_smoothing={options['label_smoothing']} is not in 0 <= x < 0.5",
-            hint="0.1 assumes that one label in ten is wrong",
-        )
+    for key, fine, allowed in (
+        ("kind", options.get("kind", KINDS[0]) in KINDS, "|".join(KINDS)),
+        ("label_smoothing", 0.0 <= options.get("label_smoothing", 0.0) < 0.5, "0 <= x < 0.5"),
+    ):
+        if not fine:
+            problem = f"train.loss.{key}={options[key]} is not valid for train.objective={name}"
+            raise ConfigError(problem, hint=f"train.loss.{key}={allowed}")
     return replace(chosen, loss=partial(chosen.loss, **options))

@@ -83,25 +83,29 @@ def write_results(
 
 def write_partition_index(job: TrainJob, model: Any, path: Path) -> None:
     """Write `partitions.json`: trained tensors, their shapes and how ranks partition them."""
-    settings = job.settings
-    write_json(
-        path,
-        describe(
-            model,
-            world_size=settings.world_size,
-            zero_stage=settings.zero.stage,
-            mode="full" if settings.peft.kind == "none" else "adapter",
-        ),
-    )
+    world_size, stage = job.settings.world_size, job.settings.zero.stage
+    mode = "full" if job.settings.peft.kind == "none" else "adapter"
+    write_json(path, describe(model, world_size=world_size, zero_stage=stage, mode=mode))
 
 
 def write_configs(job: TrainJob, model: Any) -> None:
     """Write config.json, generation_config.json and, for an adapter, adapter_config.json."""
-    if job.settings.peft.kind == "none":
-        _write_model_config(job, model)
+    if job.settings.peft.kind != "none":
+        write_adapter_config(model, job.out)
+        model = model.get_base_model()
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):  # training's own, not the model's
+        del config.quantization_config
+    config.architectures = [type(model).__name__]  # a reward model differs from its base
+    config.to_json_file(job.out / "config.json", use_diff=True)
+    source = job.side_files / "generation_config.json"
+    if source.is_file():
+        shutil.copyfile(source, job.out / source.name)
         return
-    write_adapter_config(model, job.out)
-    _write_model_config(job, model.get_base_model())
+    from transformers import GenerationConfig
+
+    # A reward model has none. `save_pretrained` would refuse the sampling settings of the base.
+    GenerationConfig.from_model_config(config).to_json_file(job.out / source.name)
 
 
 def write_adapter_config(model: Any, out: Path) -> None:
@@ -115,23 +119,6 @@ def write_adapter_config(model: Any, out: Path) -> None:
     config.base_model_name_or_path = None
     config.inference_mode = True
     config.save_pretrained(out)
-
-
-def _write_model_config(job: TrainJob, model: Any) -> None:
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):  # training's own, not the model's
-        del config.quantization_config
-    config.architectures = [type(model).__name__]  # a reward model differs from its base
-    config.to_json_file(job.out / "config.json", use_diff=True)
-    source = job.side_files / "generation_config.json"
-    if source.is_file():
-        shutil.copyfile(source, job.out / source.name)
-    else:
-        from transformers import GenerationConfig
-
-        # A reward model has none of its own. `save_pretrained` would refuse what the base samples
-        # with.
-        GenerationConfig.from_model_config(config).to_json_file(job.out / source.name)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from tasks.data.kinds import asked, content_id, document, labelled, preference, side_id
+from tasks.data.kinds import asked, content_id, labelled, preference, side_id
 from tasks.data.messages import Columns, Unusable, conversation
 
 USER = {"role": "user", "content": "hi"}
@@ -77,18 +77,14 @@ def test_conversations_that_cannot_be_trained_are_refused() -> None:
         ({"messages": []}, "empty list"),
         ({"messages": ["x"]}, "message 1 must be an object"),
         ({"messages": [{"role": "user"}]}, "'content'"),
-        ({"messages": [{"content": "x"}]}, "'role'"),
-        ({"messages": [{"from": "human"}]}, "'value'"),
         ({"messages": [USER, {"from": "function_call", "value": "{}"}]}, "names no tool"),
         ({"messages": [USER, narrator]}, "'narrator'"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"),
         ({"messages": [USER]}, "last message is by 'user'"),
-        ({"messages": [ANSWER]}, "message 1 is by 'assistant'"),
         ({"messages": [SYSTEM, ANSWER]}, "message 2 is by 'assistant'"),
         ({"messages": [USER, USER]}, "message 2 is by 'user'"),
         ({"messages": [USER, SYSTEM, ANSWER]}, "message 2 is by 'system'"),
         ({"messages": [USER, answer("  ")]}, "message 2 is an empty"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [1]}]}, "call 1 of message 2"),
         ({"messages": [USER, {**ANSWER, "content": None}]}, "message 2 has no 'content'"),
         ({"messages": [{"role": [], "content": "x"}]}, "role of message 1"),
     ):
@@ -137,7 +133,6 @@ def test_prompts_that_cannot_be_sampled_from_are_refused() -> None:
         ({"messages": [SYSTEM]}, "user"),
         ({"messages": [USER, USER]}, "message 2"),
         ({"prompt": 4}, "'prompt'"),
-        ({"prompt": "x", "response": 4}, "'response'"),
         ({"prompt": "x", "answer": ["4"]}, "'answer'"),
         ({"prompt": "x", "answer": True}, "'answer'"),
         ({"prompt": "x", "answer": "\ud800"}, "surrogate"),
@@ -202,11 +197,9 @@ def test_pairs_that_prefer_nothing_are_refused() -> None:
         ({"prompt": []}, "'prompt' is an empty"),
         ({"chosen": [answer("x"), answer("y")]}, "message 3"),
         ({"chosen": [user("z"), answer("x")]}, "'chosen'"),
-        ({"chosen": [user("q")]}, "'chosen'"),
         ({"chosen": [answer("x"), user("y")]}, "'chosen'"),
         ({"prompt": [user("q"), answer("a")]}, "message 3"),
         ({"m": "much"}, "'m'"),
-        ({"m": True}, "'m'"),
         ({"m": float("nan")}, "'m'"),
         ({"m": None}, "'m'"),
     ):
@@ -238,18 +231,6 @@ def test_labels() -> None:
     for raw in ("good", 2, 0.5, None, [True], ""):
         wrong += refusals(partial(labelled, {**bare, "label": raw}, Columns()), "'label'")
     assert wrong + refusals(partial(labelled, bare, Columns()), "'label'") == []
-
-
-def test_rows_that_are_no_texts_are_refused() -> None:
-    wrong = []
-    for row, named in (
-        ({"body": "a"}, "'text'"),
-        ({"text": 3}, "number"),
-        ({"text": " \n"}, "empty"),
-        ({"text": "a\ud800"}, "surrogate pair at 2"),
-    ):
-        wrong += refusals(partial(document, row, Columns(text="text")), named)
-    assert wrong == []
 
 
 def test_ids_are_of_texts_and_equal_prompts_share_a_side() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.data.kinds import CONVERSATIONS, PAIRS, PROMPTS, content_id
+from tasks.data.kinds import CONVERSATIONS, PROMPTS, content_id
 from tasks.data.messages import Columns, Unusable
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -72,12 +72,6 @@ def test_a_prompt_may_end_with_a_tools_result_and_a_call_is_no_reference_answer(
     assert (row["messages"], row["tools"], row["columns"]) == (READ[:3], [TOOL], {"n": 1})
     row = PROMPTS.read({"messages": READ[:2]}, Columns())
     assert row == {"messages": [ASKED], "columns": {}}
-
-
-def test_a_pair_of_a_call_and_an_answer() -> None:
-    pair = {"prompt": [ASKED], "chosen": READ[1:2], "rejected": [ANSWER], "tools": [TOOL]}
-    row = PAIRS.read(pair, Columns())
-    assert (row["chosen"], row["rejected"], row["tools"]) == (READ[1:2], [ANSWER], [TOOL])
 
 
 def test_rows_that_differ_in_tools_alone_are_no_duplicates() -> None:

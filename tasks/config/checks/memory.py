@@ -43,31 +43,21 @@ MIXTURES = {"mixtral": True, "qwen3_moe": True, "olmoe": True, "gpt_oss": False}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Dimensions of a decoder, without towers for images and sound.
-
-    Attributes:
-        inner: width of all feed-forward blocks that a token passes through.
-        tied: True if the output head is the input embedding.
-        cached: layers with keys and values.
-        maps: linear maps of a layer by module name: widths of input and output.
-        experts: weights of experts and routers; no linear maps, so QLoRA leaves them in 16 bits.
-        expert_pairs: weights of a LoRA of rank 1 on all experts and routers; 0 if peft adapts none.
-        embeddings: weights of embeddings that each layer has of its own (Gemma 4).
-    """
+    """Dimensions of a decoder, without towers for images and sound."""
 
     hidden: int
-    inner: int
+    inner: int  # width of all feed-forward blocks that a token passes through
     layers: int
     vocab: int
     heads: int
     kv_heads: int
     head_dim: int
-    tied: bool
-    cached: int
-    maps: Mapping[str, tuple[int, int]]
-    experts: int = 0
-    expert_pairs: int = 0
-    embeddings: int = 0
+    tied: bool  # True if the output head is the input embedding
+    cached: int  # layers with keys and values
+    maps: Mapping[str, tuple[int, int]]  # linear maps of a layer: widths of input and output
+    experts: int  # weights of experts and routers, which QLoRA leaves in 16 bits
+    expert_pairs: int  # weights of a LoRA of rank 1 on all of them; 0 if peft adapts none
+    embeddings: int  # weights of embeddings that each layer has of its own (Gemma 4)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes:
@@ -144,23 +134,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Memory of one rank for one model, in bytes.
+    """Memory of one rank for one model, in bytes."""
 
-    Attributes:
-        weights: stored weights, and those that ZeRO-3 gathers for a pass.
-        states: master weights and moments.
-        gradients: gradients with their bucket, and in fp32 for the optimizer step.
-        activations: activations and logits of the longest row, in training.
-        forward: the same in a pass without gradients.
-        host: states and weights offloaded from a GPU; not part of the fields above.
-    """
-
-    weights: int
-    states: int
-    gradients: int
-    activations: int
-    forward: int
-    host: int = 0
+    weights: int  # stored weights, and those that ZeRO-3 gathers for a pass
+    states: int  # master weights and moments
+    gradients: int  # with their bucket, and in fp32 for the optimizer step
+    activations: int  # activations and logits of the longest row, in training
+    forward: int  # the same in a pass without gradients
+    host: int = 0  # states and weights offloaded from a GPU; not part of the fields above
 
     @property
     def total(self) -> int:
@@ -237,14 +218,11 @@ def _activations(sizes: Sizes, settings: Settings, item: int, *, logits: bool) -
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of an engine, or of each process if several share a model, without libraries.
-
-    `longest`: keys and values of a sequence of `context` tokens.
-    """
+    """Bytes of an engine, or of each process if several share a model, without libraries."""
 
     weights: int
     cache: int
-    longest: int
+    longest: int  # keys and values of a sequence of `context` tokens
     context: int
 
     @classmethod
@@ -307,17 +285,11 @@ def rollout_memory(
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank, in bytes.
+    """Memory of one rank, in bytes."""
 
-    Attributes:
-        peaks: peak of each phase.
-        states: peak with the shortest samples.
-        host: bytes offloaded from a GPU; not included above.
-    """
-
-    peaks: Mapping[str, int]
-    states: int
-    host: int = 0
+    peaks: Mapping[str, int]  # of each phase
+    states: int  # the peak with the shortest samples
+    host: int = 0  # bytes offloaded from a GPU; not included above
 
     @property
     def total(self) -> int:
@@ -475,24 +447,15 @@ def cache_fits(engine: EngineMemory, key: str, override: str) -> Iterator[Findin
 def shareable(
     key: str, processes: int, config: Mapping[str, Any], *, gpus: int | None = None
 ) -> Iterator[Finding]:
-    """Check that processes can share a model (vLLM 0.32, `verify_with_parallel_config`).
+    """Check that processes can share a model: vLLM divides its attention heads.
 
     `gpus` is the number of visible GPUs if each process needs one of its own.
     """
+    heads = (config.get("text_config") or config).get("num_attention_heads") or 0
     if gpus and processes > gpus:
         allowed = f"a GPU for each process, and {gpus} {'is' if gpus == 1 else 'are'} visible"
         yield Finding(key, str(processes), allowed, f"{key}={gpus}")
-    elif processes > 1 and not _divides(config, processes):
-        most = max(count for count in range(1, processes) if _divides(config, count))
-        allowed = "a number by which vLLM can divide the model's attention heads and its widths"
+    elif heads % processes:
+        most = math.gcd(heads, processes)
+        allowed = f"a divisor of the model's {heads} attention heads"
         yield Finding(key, str(processes), allowed, f"{key}={most}")
-
-
-def _divides(config: Mapping[str, Any], processes: int) -> bool:
-    text = config.get("text_config") or config
-    heads = int(text.get("num_attention_heads") or 0)
-    keys = int(text.get("num_key_value_heads") or heads)
-    widths = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    sizes = (heads, *(int(text.get(name) or 0) for name in widths))
-    shared = keys % processes == 0 or (keys > 0 and processes % keys == 0)
-    return shared and not any(size % processes for size in sizes)

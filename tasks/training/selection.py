@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from tasks.config.defaults import ONLINE
 from tasks.core.errors import ConfigError
 from tasks.training.engine.checkpoint import Best, Progress
 from tasks.training.job import Evaluate, Settings
@@ -21,25 +22,14 @@ METRICS: Mapping[str, Mapping[str, int]] = {
     "simpo": _PAIRS,
     "orpo": {**_PAIRS, "log_odds": 1},
     "kto": {"reward_desirable": 1, "reward_undesirable": -1},
-    "ppo": _RESPONSES,
-    "grpo": _RESPONSES,
-    "dapo": _RESPONSES,
-    "dr_grpo": _RESPONSES,
-    "rloo": _RESPONSES,
-    "reinforce_pp": _RESPONSES,
-    "reinforce_pp_baseline": _RESPONSES,
-    "gspo": _RESPONSES,
+    **dict.fromkeys(ONLINE, _RESPONSES),
 }
 """Metrics for `train.best_metric` beside `loss`, by objective; 1: larger is better, -1: smaller is.
 Objectives that learn from sampled responses have rewards and no evaluation loss."""
 
 
 def direction(objective: str, metric: str) -> int:
-    """Return 1 if larger values of the metric are better, -1 if smaller ones are.
-
-    Raises:
-        ConfigError: the objective does not measure the metric, or it has no better direction.
-    """
+    """Return 1 if larger values of the metric are better, -1 if smaller ones are."""
     measured = METRICS[objective]
     known = measured if measured is _RESPONSES else {"loss": -1, **measured}
     if metric not in known:
@@ -51,10 +41,7 @@ def direction(objective: str, metric: str) -> int:
 
 
 def judge(progress: Progress, measures: Mapping[str, float], how: Evaluate, sign: int) -> bool:
-    """Record an evaluation in `progress`. Return True if it is the best so far.
-
-    NaN is never the best value.
-    """
+    """Record an evaluation in `progress`; return True if it is the best so far, which NaN never is."""
     progress.evaluations.append({"step": float(progress.step), **measures})
     value = measures[how.best_metric]
     better = progress.best is None or sign * value > sign * progress.best.value

@@ -197,30 +197,20 @@ def _without_parts(turns: Turns) -> Iterator[tuple[str, Sequence[Message], Any]]
             yield part, [*before, other, *after], turns.tools
 
 
-@dataclass(frozen=True)
-class TextEncoder:
-    """Tokenises raw texts, as in pre-training: every token bears loss, EOS included.
+def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[Tokens | Unfit]:
+    """Return token ids and loss marks of raw texts, or the reason why one is unfit.
 
     A text begins as the tokenizer begins texts (with a BOS token if it has one) and ends with its
-    EOS token. The first token bears no loss, since no token before it predicts it.
+    EOS token. Every token bears loss but the first, since no token before it predicts it.
     """
-
-    tokenizer: Any
-
-    def encode(self, texts: Sequence[str]) -> list[Tokens | Unfit]:
-        """Return token ids and loss marks of each text, or the reason it is unfit."""
-        if not texts:
-            return []
-        tokenised = self.tokenizer(list(texts), verbose=False)["input_ids"]  # no length warnings
-        end, encoded = int(self.tokenizer.eos_token_id), []
-        for ids in tokenised:
-            whole = ids if ids and ids[-1] == end else [*ids, end]
-            encoded.append(
-                _all_but_first(np.asarray(whole, np.int32))
-                if len(whole) > 1
-                else Unfit("no trainable token: the tokenizer makes nothing of the text")
-            )
-        return encoded
+    end, encoded = int(tokenizer.eos_token_id), list[Tokens | Unfit]()
+    for ids in tokenizer(list(texts), verbose=False)["input_ids"] if texts else ():
+        whole = ids if ids and ids[-1] == end else [*ids, end]
+        if len(whole) > 1:
+            encoded.append(_all_but_first(np.asarray(whole, np.int32)))
+        else:
+            encoded.append(Unfit("no trainable token: the tokenizer makes nothing of the text"))
+    return encoded
 
 
 def pieces(tokens: Tokens, max_len: int) -> Iterator[Tokens]:

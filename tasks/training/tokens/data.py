@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,7 @@ from tasks.core.errors import ConfigError, DataError
 from tasks.core.events import emit
 from tasks.serving.prompts import stop_ids
 from tasks.training.job import TrainJob
-from tasks.training.tokens.chat import Encoder, Message, TextEncoder, Turns, Unfit
+from tasks.training.tokens.chat import Encoder, Message, Turns, Unfit, encode_texts
 from tasks.training.tokens.examples import (
     VALUES,
     Example,
@@ -42,6 +43,8 @@ from tasks.training.tokens.truncation import SPLIT, Rule, Tally, refuse_truncate
 if TYPE_CHECKING:
     from tasks.training.engine.deepspeed_engine import Ranks
 
+Encode = Callable[[Sequence[Any]], list[Tokens | Unfit]]
+"""Function from conversations, or raw texts, to their token ids and loss marks."""
 CONVERSATIONS, PAIRS, LABELLED = ("text",), ("chosen", "rejected"), ("text", "mismatched")
 _KINDS = {CONVERSATIONS: "conversations", PAIRS: "pairs", LABELLED: "labelled"}
 EVERY_TOKEN = "every_token"
@@ -207,12 +210,12 @@ def load_split(
     folder = job.checkpoints / TOKENS / split
     cached = ranks.on_first(folder.is_dir)
     if not cached:
-        encoder: Any = TextEncoder(tokenizer)
+        encode: Encode = partial(encode_texts, tokenizer)
         if not drafts.texts:
             ends = stop_ids(job.side_files, tokenizer.eos_token_id)
-            encoder = Encoder(tokenizer, frozenset(ends))
+            encode = Encoder(tokenizer, frozenset(ends)).encode
         rule = Rule(batch.max_len, batch.on_overlong)
-        _tokenise(folder, Tokeniser(drafts, encoder, rule), ranks)
+        _tokenise(folder, Tokeniser(drafts, encode, rule), ranks)
     drafts.rows.close()
     notes = json.loads((folder / NOTES).read_text())
     if ranks.first:
@@ -230,7 +233,7 @@ class Tokeniser:
     """Tokenises rows, one chunk in memory at a time."""
 
     drafts: Drafts
-    encoder: Any
+    encode: Encode
     rule: Rule
 
     def examples(self, numbers: range, tally: Tally) -> Iterator[Example]:
@@ -238,7 +241,7 @@ class Tokeniser:
         for start in range(0, len(numbers), CHUNK):
             drafts = [self.drafts.draft(n) for n in numbers[start : start + CHUNK]]
             good = [draft for _, draft in drafts if isinstance(draft, Draft)]
-            encoded = iter(self.encoder.encode([c for d in good for c in d.conversations]))
+            encoded = iter(self.encode([c for d in good for c in d.conversations]))
             for name, draft in drafts:
                 tokens: list[Tokens] = []
                 unfit = None

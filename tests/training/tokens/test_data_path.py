@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import ConfigError, DataError
 from tasks.training.model.build import load_tokenizer
-from tasks.training.tokens.chat import TextEncoder, Unfit, pieces
+from tasks.training.tokens.chat import Unfit, encode_texts, pieces
 from tasks.training.tokens.data import CONVERSATIONS, LABELLED, PAIRS, load_split
 from tasks.training.tokens.examples import Tokens
 from tests.training.conftest import make_tokenizer
@@ -133,11 +133,11 @@ TEXTS = [{"id": "a", "text": "to be or not"}, {"id": "b", "text": "x"}, {"id": "
 
 def test_texts_end_with_eos_and_all_tokens_but_the_first_bear_loss() -> None:
     tokenizer = make_tokenizer()
-    (tokens,) = TextEncoder(tokenizer).encode(["ab"])
+    (tokens,) = encode_texts(tokenizer, ["ab"])
     assert not isinstance(tokens, Unfit)
     assert tokenizer.convert_ids_to_tokens(tokens.ids.tolist()) == ["a", "b", "<|im_end|>"]
     assert tokens.bears.tolist() == [0, 1, 1]
-    (nothing,) = TextEncoder(tokenizer).encode([""])
+    (nothing,) = encode_texts(tokenizer, [""])
     assert isinstance(nothing, Unfit)
 
 

@@ -23,14 +23,14 @@ from torch import nn
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.core.events import say
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.model import attention, sequence_parallel
+from tasks.training.model import attention
+from tasks.training.model.attention import SequenceParallel
 from tasks.training.model.families import CAPPED, uncapped, why_padded
 from tasks.training.model.head import Scaling, token_logprobs
-from tasks.training.model.sequence_parallel import SequenceParallel
 from tasks.training.tokens.packing import Row
 from tasks.weights.model_class import trunk_of
 
-_OURS = (attention.NAME, sequence_parallel.NAME)
+_OURS = (attention.NAME, attention.SHARED)
 ROUNDING = {torch.float32: 2.0**-16, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 """Largest mean difference between two ways to compute the same numbers, relative to their size:
 four times the rounding of bf16 and fp16, to allow for all layers; more for fp32."""
@@ -202,7 +202,7 @@ def require_same(engine: Any, row: Row) -> None:
     differs, allowed = _difference(engine, row)
     model = model_of(getattr(engine, "module", engine))
     name = model.config._attn_implementation
-    if differs > allowed and not model.padded_rows and name != sequence_parallel.NAME:
+    if differs > allowed and not model.padded_rows and name != attention.SHARED:
         restore_attention(model, "sdpa")
         model.padded_rows = True
         packed, (differs, allowed) = differs, _difference(engine, row)

@@ -41,7 +41,7 @@ def direction(objective: str, metric: str) -> int:
 
 
 def judge(progress: Progress, measures: Mapping[str, float], how: Evaluate, sign: int) -> bool:
-    """Record an evaluation in `progress`; return True if it is the best so far, which NaN never is."""
+    """Record an evaluation; return True if it is the best so far, which NaN never is."""
     progress.evaluations.append({"step": float(progress.step), **measures})
     value = measures[how.best_metric]
     better = progress.best is None or sign * value > sign * progress.best.value

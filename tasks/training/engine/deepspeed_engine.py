@@ -215,7 +215,7 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:
         config=config,
         dist_init_required=False,
     )
-    inner = getattr(engine.optimizer, "optimizer", None)
+    inner: Any = getattr(engine.optimizer, "optimizer", None)
     if config["zero_optimization"]["stage"] == 0 and inner is None:
         _tell_norms(engine)
     elif config["zero_optimization"]["stage"] == 0:

@@ -71,19 +71,26 @@ def require_same_gradients(
         torch.testing.assert_close(mine[name], gradient, rtol=0, atol=rounding * scale)
 
 
-@pytest.mark.parametrize("family", EACH)
-def test_packed_sequences_have_the_losses_and_gradients_of_unpacked_ones(family: str) -> None:
+def require_rows_as_alone(own: Any, model: Any | None = None, rounding: float = 1e-5) -> Any:
+    """Compare losses and gradients of rows with one pass per sequence; return the model."""
     examples = make_examples(LENGTHS, vocabulary=88)
-    own = make_model(family, "eager")
     expected = alone(own, examples)
     weighted = torch.linspace(-1, 1, len(expected))
     theirs = gradients(own, expected @ weighted)
-    model = make_model(family, "eager" if family in EAGER else "sdpa")
+    model = model or own
     accept_packed_rows(model)
     require_same(model, trial_row(examples))
     packed = model(row=pack(examples, range(len(LENGTHS))))
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
-    require_same_gradients(gradients(model, packed @ weighted), theirs)
+    require_same_gradients(gradients(model, packed @ weighted), theirs, rounding=rounding)
+    return model
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_packed_sequences_have_the_losses_and_gradients_of_unpacked_ones(family: str) -> None:
+    model = make_model(family, "eager" if family in EAGER else "sdpa")
+    require_rows_as_alone(make_model(family, "eager"), model)
+    examples = make_examples(LENGTHS, vocabulary=88)
     row = pack(examples, range(len(LENGTHS)))
     with torch.no_grad():
         before = model.eval()(row=row)
@@ -157,14 +164,9 @@ def test_sequences_of_eager_attention_do_not_see_each_other() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
-    config = AutoConfig.for_model("gpt_oss", **sizes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    examples = make_examples(LENGTHS, vocabulary=88)
-    expected = alone(model, examples)
-    accept_packed_rows(model)
-    in_rows = model(row=pack(examples, range(len(LENGTHS))))
-    torch.testing.assert_close(in_rows, expected, rtol=0, atol=1e-5)
+    config = AutoConfig.for_model("gpt_oss", **sizes)
+    require_rows_as_alone(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -177,16 +179,7 @@ def test_padded_sequences_have_the_losses_and_gradients_of_unpadded_ones(family:
     config = AutoConfig.for_model(family, **{**SIZES, **PADDED[family]})
     assert why_padded(config.to_dict())
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    examples = make_examples(LENGTHS, vocabulary=88)
-    expected = alone(model, examples)
-    weighted = torch.linspace(-1, 1, len(expected))
-    theirs = gradients(model, expected @ weighted)
-    accept_packed_rows(model)
-    require_same(model, trial_row(examples))
-    padded = model(row=pack(examples, range(len(LENGTHS))))
-    torch.testing.assert_close(padded, expected, rtol=0, atol=1e-5)
-    require_same_gradients(gradients(model, padded @ weighted), theirs)
+    require_rows_as_alone(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train())
 
 
 def test_attention_that_leaves_out_a_cap_is_refused() -> None:

@@ -12,14 +12,10 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tasks.training.job import Peft
 from tasks.training.model.adapter import add_adapter
-from tasks.training.model.packed_model import accept_packed_rows, require_same
-from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.model_class import language_class, other_towers
-from tests.training.datasets import alone, make_examples
-from tests.training.model.test_packed_families import gradients, require_same_gradients
+from tests.training.model.test_packed_families import require_rows_as_alone
 from tests.vision import FAMILIES, make_config
 
-LENGTHS = [23, 9, 5, 40, 1]
 DEFAULT = ("gemma4", "qwen3_5")
 EACH = [f if f in DEFAULT else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
 
@@ -32,15 +28,7 @@ def make_model(family: str) -> Any:
 
 @pytest.mark.parametrize("family", EACH)
 def test_rows_of_text_have_the_losses_and_gradients_of_the_whole_model(family: str) -> None:
-    model, examples = make_model(family), make_examples(LENGTHS, vocabulary=88)
-    expected = alone(model, examples)
-    weighted = torch.linspace(-1, 1, len(expected))
-    theirs = gradients(model, expected @ weighted)
-    accept_packed_rows(model)
-    require_same(model, trial_row(examples))
-    row = model(row=pack(examples, range(len(LENGTHS))))
-    torch.testing.assert_close(row, expected, rtol=0, atol=1e-5)
-    require_same_gradients(gradients(model, row @ weighted), theirs, rounding=5e-5)
+    require_rows_as_alone(make_model(family), rounding=5e-5)
 
 
 @pytest.mark.parametrize("family", DEFAULT)

@@ -15,10 +15,12 @@ from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.partitions import (
     PARTITIONS,
+    SAFETENSORS_DTYPES,
     SHARDS,
-    describe,
+    full_shape,
     not_finite,
     own_partitions,
+    trainable,
     write_partitions,
 )
 from tasks.training.job import TrainJob
@@ -83,9 +85,17 @@ def write_results(
 
 def write_partition_index(job: TrainJob, model: Any, path: Path) -> None:
     """Write `partitions.json`: trained tensors, their shapes and how ranks partition them."""
-    world_size, stage = job.settings.world_size, job.settings.zero.stage
-    mode = "full" if job.settings.peft.kind == "none" else "adapter"
-    write_json(path, describe(model, world_size=world_size, zero_stage=stage, mode=mode))
+    parameters, settings = trainable(model), job.settings
+    dtypes = {SAFETENSORS_DTYPES[p.dtype] for p in parameters.values()}
+    document = {
+        "format": 1,
+        "world_size": settings.world_size,
+        "zero_stage": settings.zero.stage,
+        "mode": "full" if settings.peft.kind == "none" else "adapter",
+        "dtype": ",".join(sorted(dtypes)),
+        "parameters": {name: {"shape": list(full_shape(p))} for name, p in parameters.items()},
+    }
+    write_json(path, document)
 
 
 def write_configs(job: TrainJob, model: Any) -> None:

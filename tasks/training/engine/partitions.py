@@ -82,20 +82,6 @@ def write_partitions(
     save_file(tensors, path, metadata={"partitions": json.dumps(where, sort_keys=True)})
 
 
-def describe(model: nn.Module, *, world_size: int, zero_stage: int, mode: str) -> dict[str, Any]:
-    """Return the contents of `partitions.json`: names and shapes of the trained parameters."""
-    parameters = trainable(model)
-    dtypes = {SAFETENSORS_DTYPES[p.dtype] for p in parameters.values()}
-    return {
-        "format": 1,
-        "world_size": world_size,
-        "zero_stage": zero_stage,
-        "mode": mode,
-        "dtype": ",".join(sorted(dtypes)),
-        "parameters": {name: {"shape": list(full_shape(p))} for name, p in parameters.items()},
-    }
-
-
 def whole(
     parameters: Sequence[nn.Parameter], *, writer: int | None = None
 ) -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tasks.core.errors import ConfigError
-from tasks.training.job import Optim, Settings, Zero
+from tasks.training.job import Settings
 
 
 def deepspeed_config(
@@ -40,7 +40,18 @@ def deepspeed_config(
         # loss_scale 0 is dynamic: halved at an overflow, doubled after 1000 steps without one.
         config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
     if settings.optim.optimizer == "adamw":
-        config["optimizer"] = _adamw(settings.optim, settings.zero, gpu=gpu)
+        # torch's AdamW needs no compiler; an offloaded optimizer is DeepSpeed's CPUAdam.
+        optim, offloaded = settings.optim, settings.zero.offload_optimizer == "cpu"
+        parameters = {
+            "lr": optim.lr,
+            "betas": [optim.beta1, optim.beta2],
+            "eps": optim.eps,
+            "weight_decay": optim.weight_decay,
+            "torch_adam": not offloaded,
+        }
+        if gpu and not offloaded:
+            parameters["fused"] = True
+        config["optimizer"] = {"type": "AdamW", "params": parameters}
     else:  # `start_engine` makes it; DeepSpeed has none of this name
         config["zero_allow_untested_optimizer"] = True
     return config
@@ -59,22 +70,6 @@ def accumulates_in_fp32(settings: Settings, world_size: int) -> bool:
         and zero.stage >= 2
         and zero.offload_optimizer == "none"
     )
-
-
-def _adamw(optim: Optim, zero: Zero, *, gpu: bool) -> dict[str, Any]:
-    # torch's AdamW needs no compiler; an offloaded optimizer is DeepSpeed's CPUAdam.
-    offloaded = zero.offload_optimizer == "cpu"
-    return {
-        "type": "AdamW",
-        "params": {
-            "lr": optim.lr,
-            "betas": [optim.beta1, optim.beta2],
-            "eps": optim.eps,
-            "weight_decay": optim.weight_decay,
-            "torch_adam": not offloaded,
-            **({"fused": True} if gpu and not offloaded else {}),
-        },
-    }
 
 
 def _zero(settings: Settings, *, gpu: bool) -> dict[str, Any]:

@@ -267,7 +267,9 @@ def bare(ask: Ask) -> None:
     examples = Examples(("text",), [str(i) for i in range(len(samples))], ids, bears, bounds, {})
     batch = Batch(ask.rows, ask.rows, max_steps=ask.steps, max_len=1024)
     order = Order(examples, batch, seed=0, world_size=1)
-    rows = [pack(examples, order.step(i + 1, 0).rows[0]).to(device()) for i in range(ask.steps)]
+    rows = [
+        pack(examples, order.step(i + 1, 0).rows[0].chosen).to(device()) for i in range(ask.steps)
+    ]
 
     def forward(step: int) -> tuple[int, Any]:
         row = rows[step]

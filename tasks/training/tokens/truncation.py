@@ -76,11 +76,13 @@ class Tally:
     def refuse(self, name: str, why: str) -> None:
         """Record a sample that cannot be used and may not be left out."""
         self.counts["fatal"] += 1
-        self.wrong += [f"{name}: {why}"] if len(self.wrong) < SHOWN else []
+        if len(self.wrong) < SHOWN:
+            self.wrong.append(f"{name}: {why}")
 
     def leave_out(self, name: str, why: str) -> None:
         """Record a sample that is left out."""
-        self.left_out += [f"{name}: {why}"] if len(self.left_out) < SHOWN else []
+        if len(self.left_out) < SHOWN:
+            self.left_out.append(f"{name}: {why}")
 
     def event(self, max_len: int) -> dict[str, Any]:
         """Return the fields of the event "data".

@@ -243,22 +243,17 @@ class Tokeniser:
             good = [draft for _, draft in drafts if isinstance(draft, Draft)]
             encoded = iter(self.encode([c for d in good for c in d.conversations]))
             for name, draft in drafts:
-                tokens: list[Tokens] = []
-                unfit = None
                 if isinstance(draft, Unfit):
-                    unfit = draft
-                else:
-                    tally.counts["without_loss"] += draft.without_loss
-                    for sequence in [next(encoded) for _ in draft.conversations]:
-                        if isinstance(sequence, Unfit):
-                            unfit = unfit or sequence
-                        else:
-                            tokens.append(sequence)
-                if unfit is not None or isinstance(draft, Unfit):
-                    tally.counts["unreadable"] += 1
-                    tally.refuse(name, str(unfit))
+                    tally.unreadable(name, str(draft))
                     continue
-                yield from self.rule.examples(Example(name, tuple(tokens), draft.values), tally)
+                tally.counts["without_loss"] += draft.without_loss
+                sequences = [next(encoded) for _ in draft.conversations]
+                unfit = [str(sequence) for sequence in sequences if isinstance(sequence, Unfit)]
+                if unfit:
+                    tally.unreadable(name, unfit[0])
+                    continue
+                tokens = tuple(sequence for sequence in sequences if isinstance(sequence, Tokens))
+                yield from self.rule.examples(Example(name, tokens, draft.values), tally)
 
 
 def _tokenise(folder: Path, tokeniser: Tokeniser, ranks: Ranks) -> None:

@@ -79,6 +79,11 @@ class Tally:
         if len(self.wrong) < SHOWN:
             self.wrong.append(f"{name}: {why}")
 
+    def unreadable(self, name: str, why: str) -> None:
+        """Record a sample that could not be tokenised."""
+        self.counts["unreadable"] += 1
+        self.refuse(name, why)
+
     def leave_out(self, name: str, why: str) -> None:
         """Record a sample that is left out."""
         if len(self.left_out) < SHOWN:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -14,19 +13,8 @@ from flows.cli.config import compose_config
 from tasks.config.choices import Scheduler
 from tasks.config.learning import Optim, Resume
 from tasks.core.errors import ConfigError
-from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.steps import factor
 from tests.settings import Batch, Settings
-
-
-def test_a_job_survives_its_file(tmp_path: Path) -> None:
-    settings = Settings(
-        peft=Peft("qlora", target_modules=("q_proj",)), zero=Zero(1), batch=Batch(max_steps=3)
-    )
-    paths = {name: tmp_path / name for name in ("base", "data", "out", "checkpoints")}
-    job = TrainJob(settings=settings, base_digest="d", **paths)
-    job.write(tmp_path / "job.json")
-    assert asdict(TrainJob.read(tmp_path / "job.json")) == asdict(job)
 
 
 def test_settings_that_cannot_be_trained_with_are_refused() -> None:

@@ -32,7 +32,6 @@ from typing import Any
 
 from flows.cli.composed import Composed
 from flows.cli.output import folder, inside, no_folder, write_report
-from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.finding import Finding, preflight
@@ -74,6 +73,8 @@ def _repair(settings: Mapping[str, Any]) -> None:
     Raises:
         ConfigError, ContractError, ArtifactError: as in `tasks.audit.repair.repair`.
     """
+    from tasks.audit.repair import repair
+
     base, out = settings["base"], folder(settings["out_dir"])
     with bounded_memory(settings["source"]):
         made = repair(folder(settings["source"]), out, base=folder(base) if base else None)

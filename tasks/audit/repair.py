@@ -35,13 +35,6 @@ class Repaired:
     done: tuple[str, ...]
 
 
-def is_repairable(source: Source, findings: Sequence[Finding]) -> bool:
-    """Return True if a repaired copy has none of the errors."""
-    errors = errors_of(findings)
-    is_known = source.is_model or source.is_adapter
-    return bool(errors) and is_known and all(each.repairable for each in errors)
-
-
 def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
     """Write a repaired copy of a folder, which is only read, to an absent or empty folder.
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tasks.audit.check import Finding, Severity, errors_of, examine, printable
-from tasks.audit.repair import is_repairable
 from tasks.audit.source import command, commands, open_source
 from tasks.core.terminal import plain
 
@@ -141,13 +140,16 @@ def audit(
             opened.base = None  # its gaps would be reported as the source's
         opened.planned = of_base.ok
     findings = tuple(examine(opened))
+    errors = errors_of(findings)
+    is_known = opened.is_model or opened.is_adapter
+    mendable = bool(errors) and is_known and all(each.repairable for each in errors)
     return Report(
         str(source),
         opened.kind.value,
         printable(opened.what),
         findings,
         time.perf_counter() - began,
-        is_repairable(opened, findings),
+        mendable,
         opened.is_read or not opened.tensors,
         "" if opened.base is None else str(opened.base.folder.root),
         of_base,

@@ -49,7 +49,7 @@ def turn_ends(
     try:
         ends = read_template(text, special).ends
     except BrokenTemplateError:
-        return []  # TEMPLATE_BROKEN
+        return []  # TEMPLATES_DIFFER
     numbers = [eos if end == EOS else ids.get(end) for end in sorted(ends)]
     return [number for number in numbers if number is not None]
 

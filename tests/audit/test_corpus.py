@@ -7,22 +7,27 @@ from pathlib import Path
 import pytest
 
 from tasks.audit.check import CHECKS, Finding, Severity
+from tasks.audit.checks.exports import read_gguf
 from tasks.audit.run import audit
-from tasks.core.errors import PlumblineError
+from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.delivery.examination import examine
 from tasks.delivery.plan import Request, Target, prepare
 from tasks.delivery.source import read_sources
-from tests.audit.corpus import Corpus
+from tests.audit.corpus import Broken, Corpus
 from tests.audit.corpus.broken_models import BROKEN_MODELS
-from tests.audit.corpus.broken_served import BROKEN_SERVED
-from tests.audit.corpus.broken_tuned import BROKEN_TUNED
+from tests.audit.corpus.broken_tuned import BROKEN_TUNED, export, quantised
 from tests.audit.corpus.clean import CLEAN
 
-BROKEN = {**BROKEN_MODELS, **BROKEN_TUNED, **BROKEN_SERVED}
+BROKEN = {**BROKEN_MODELS, **BROKEN_TUNED}
 NEVER = {
     each.code for each in CHECKS if each.listed and each.module.endswith((".config", ".merge"))
 }
 """Codes that no clean checkpoint may have, except as an info."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("corpus"), CLEAN)
 
 
 def refused(folder: Path, base: Path | None) -> str:
@@ -108,3 +113,38 @@ def faults_of(name: str, corpus: Corpus) -> list[str]:
 def test_broken_checkpoints_have_the_finding_of_their_fault(rare: bool, corpus: Corpus) -> None:
     names = [name for name, case in BROKEN.items() if (case.of in RARE) is rare]
     assert [fault for name in names for fault in faults_of(name, corpus)] == []
+
+
+def codes(folder: Path, base: Path | None = None) -> set[str]:
+    findings = audit(folder, base=base).findings
+    return {finding.code for finding in findings if finding.severity != "info"}
+
+
+def test_an_export_is_compared_with_the_folder_that_it_was_made_from(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    assert "EXPORT_DIFFERS" not in codes(corpus.broken(Broken("", "qwen2", export())))
+    trained = corpus.broken(Broken("", "qwen2", export(eos_token_id=7)))
+    (trained / "model-q8_0.gguf").rename(tmp_path / "model.gguf")
+    assert "EXPORT_DIFFERS" not in codes(tmp_path)  # nothing to compare it with
+    assert "EXPORT_DIFFERS" in codes(tmp_path, trained)
+
+
+def test_a_cut_header_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    file = corpus.broken(Broken("", "qwen2", export())) / "model-q8_0.gguf"
+    assert read_gguf(file)
+    for end in range(0, 400, 7):
+        (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:end])
+        with pytest.raises(ArtifactError):
+            read_gguf(tmp_path / "cut.gguf")
+
+
+def test_names_of_layers_that_stay_in_16_bits(corpus: Corpus) -> None:
+    for ignored, wrong in (
+        (["model.language_model.head"], True),
+        (["lm_head"], False),  # tied: not on disk
+        (["vision_tower.x", "model.layers.0.self_attn.q_proj.linear"], False),
+        (["re:.*self_attn.*"], False),
+    ):
+        folder = corpus.broken(Broken("", "qwen2", quantised(ignored, 32)))
+        assert ("QUANT_CONFIG" in codes(folder)) is wrong, ignored

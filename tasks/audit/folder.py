@@ -17,7 +17,6 @@ import re
 import stat
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,8 +24,8 @@ from typing import Any, TypeVar
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json, read_text
 from tasks.weights.files.folder import entry_problem
-from tasks.weights.files.reader import index_of, is_plain_name, read_header
-from tasks.weights.files.tensors import Tensor, Tensors, size_of
+from tasks.weights.files.reader import Weights, index_of, read_header
+from tasks.weights.files.tensors import Tensor, Tensors
 from tasks.weights.pickled.torch_file import nested_in, read_torch_file
 
 MAX_ENTRIES = 50_000
@@ -132,72 +131,16 @@ def by_number(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-@dataclass
-class Weights:
-    """The weights of one checkpoint in a folder.
-
-    Attributes:
-        single: its name as a single file: "model.safetensors", "adapter_model.bin".
-        files: names of its files.
-        index: file by tensor name, from its index; None without a usable index.
-        tensors: headers by tensor name; the first one of a duplicate name. One of a pickle whose
-            elements are not in order has no extents.
-        file_of: file by tensor name.
-        twice: (file, other file) by duplicate name.
-        absent: files that the index names and that do not exist.
-        strange: names in the index that are not plain file names.
-        unread: reason by name for each unreadable file.
-        others: names of entries of `.bin` files that are not tensors.
-    """
-
-    single: str
-    files: tuple[str, ...] = ()
-    index: Mapping[str, str] | None = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    file_of: dict[str, str] = field(default_factory=dict)
-    twice: dict[str, tuple[str, str]] = field(default_factory=dict)
-    absent: tuple[str, ...] = ()
-    strange: tuple[str, ...] = ()
-    unread: dict[str, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
-
-    @property
-    def is_pickled(self) -> bool:
-        """True if its files are torch's, not safetensors."""
-        return not self.single.endswith(".safetensors")
-
-    @property
-    def is_whole(self) -> bool:
-        """True if every file could be read, so that an absent tensor really is missing."""
-        return bool(self.files) and not (self.absent or self.unread or self.strange)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
-        return size_of(self.tensors)
-
-
 def open_weights(folder: Folder, single: str) -> Weights:
     """Open the files of a checkpoint: those of its index, else `single`, else its shards."""
     weights = Weights(single, index=_index(folder, index_of(single)))
     names = sorted(set(weights.index.values())) if weights.index else _unlisted(folder, single)
-    weights.strange = tuple(name for name in names if not is_plain_name(name))
-    names = [name for name in names if is_plain_name(name)]
-    weights.absent = tuple(name for name in names if name not in folder.files)
-    weights.files = tuple(name for name in names if name in folder.files)
-    for name in weights.files:
-        path = folder.root / name
-        try:
-            safe = name.endswith(".safetensors")
-            tensors = read_header(path).tensors if safe else _pickle(path, weights)
-        except ArtifactError as error:
-            weights.unread[name] = error.message.removeprefix(f"{path}: ")
-            continue
-        for key, tensor in tensors.items():
-            if key in weights.tensors:
-                weights.twice[key] = weights.file_of[key], name
-            else:
-                weights.tensors[key], weights.file_of[key] = tensor, name
+
+    def read(path: Path) -> Tensors:
+        is_safe = path.suffix == ".safetensors"
+        return read_header(path).tensors if is_safe else _pickle(path, weights)
+
+    weights.open(folder.root, names, read, folder.files.__contains__)
     return weights
 
 

@@ -16,10 +16,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasks.audit.folder import Folder, Weights, open_weights
+from tasks.audit.folder import Folder, open_weights
 from tasks.core.terminal import typed
 from tasks.weights.files.documents import MANIFEST, own_manifest
-from tasks.weights.files.reader import index_of
+from tasks.weights.files.reader import Weights, index_of
 from tasks.weights.files.tensors import Tensors
 from tasks.weights.heads import OPENRLHF, SIDE_FILES, architectures
 from tasks.weights.shards import PARTITIONS

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, some
-from tasks.audit.folder import Weights
 from tasks.audit.source import ADAPTERS, MODELS, Kind, Source
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.reader import index_of, is_hidden
+from tasks.weights.files.reader import Weights, index_of, is_hidden
 from tasks.weights.heads import SIDE_FILES
 from tasks.weights.pickled.scan import TENSORS, TRAINERS, Scanned, Scanner
 

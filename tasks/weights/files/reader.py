@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -27,7 +27,7 @@ from tasks.core.files import open_regular
 from tasks.weights.files.documents import MANIFEST, read_json, read_manifest
 from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.names import without_wrappers
-from tasks.weights.files.tensors import Extent, Tensor, Tensors
+from tasks.weights.files.tensors import Extent, Tensor, Tensors, size_of
 
 WEIGHTS = "model"
 ADAPTER = "adapter_model"
@@ -159,33 +159,106 @@ def read_files(
     return {key: tensors[name] for key, name in without_wrappers(tensors).items()}
 
 
+@dataclass
+class Weights:
+    """The weight files of a checkpoint, as far as they can be read.
+
+    Attributes:
+        single: its name as a single file: "model.safetensors", "adapter_model.bin".
+        files: names of its files.
+        index: file by tensor name, from its index; None without a usable index.
+        tensors: tensors by name; the first one of a duplicate name.
+        file_of: file by tensor name.
+        twice: (file, other file) by duplicate name.
+        absent: files that the index names and that do not exist.
+        strange: names in the index that are not plain file names.
+        unread: reason by name for each unreadable file.
+        others: names of entries of `.bin` files that are not tensors.
+    """
+
+    single: str
+    files: tuple[str, ...] = ()
+    index: Mapping[str, str] | None = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    file_of: dict[str, str] = field(default_factory=dict)
+    twice: dict[str, tuple[str, str]] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    strange: tuple[str, ...] = ()
+    unread: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    @property
+    def is_pickled(self) -> bool:
+        """True if its files are torch's, not safetensors."""
+        return not self.single.endswith(".safetensors")
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every file could be read, so that an absent tensor really is missing."""
+        return bool(self.files) and not (self.absent or self.unread or self.strange)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return size_of(self.tensors)
+
+    def open(
+        self,
+        root: Path,
+        names: Iterable[str],
+        read: Callable[[Path], Tensors],
+        exists: Callable[[str], bool],
+    ) -> None:
+        """Read files of a folder by name; what cannot be read is entered."""
+        plain = [name for name in names if is_plain_name(name)]
+        self.strange = tuple(name for name in names if name not in plain)
+        self.absent = tuple(name for name in plain if not exists(name))
+        self.files = tuple(name for name in plain if name not in self.absent)
+        for name in self.files:
+            path = root / name
+            try:
+                tensors = read(path)
+            except ArtifactError as error:
+                reasons = error.details or [error.message.removeprefix(f"{path}: ")]
+                self.unread[name] = "; ".join(reasons)
+                continue
+            for key, tensor in tensors.items():
+                if key in self.tensors:
+                    self.twice[key] = self.file_of[key], name
+                else:
+                    self.tensors[key], self.file_of[key] = tensor, name
+
+    def findings(self) -> Iterator[str]:
+        """Yield a line for everything that is wrong."""
+        for name in self.strange:
+            yield f"index names {name[:_MAX_NAME]!r}, which is not a plain file name"
+        for name in self.absent:
+            yield f"{name}: absent"
+        for name, reason in self.unread.items():
+            yield f"{name}: {reason}"
+        for key, (first, second) in self.twice.items():
+            yield f"{key}: in {second} and in another file, {first}"
+        for key, file in (self.index or {}).items():
+            is_read = file in self.files and file not in self.unread and key not in self.twice
+            if is_read and self.file_of.get(key) != file:
+                yield f"{key}: index says {file}, which does not hold it"
+        for key, file in self.file_of.items():
+            if self.index is not None and key not in self.index:
+                yield f"{key}: in {file}, but not in the index"
+
+
 def survey(
     root: Path, single: str, read: Callable[[Path], Tensors], beside: Collection[str] = ()
 ) -> tuple[Tensors, list[str]]:
     """Return the tensors of a checkpoint's files, and a line for everything that is wrong."""
     findings: list[str] = []
-    index = _read_index(root / index_of(single), findings)
-    names = sorted(set(index.values())) if index is not None else [single]
-    files: dict[str, Tensors] = {}
-    for name in names:
-        if not is_plain_name(name):
-            findings.append(f"index names {name[:_MAX_NAME]!r}, which is not a plain file name")
-        elif not (root / name).is_file():
-            findings.append(f"{name}: absent")
-        else:
-            try:
-                files[name] = read(root / name)
-            except ArtifactError as error:
-                findings += [f"{name}: {detail}" for detail in error.details] or [error.message]
-    tensors: dict[str, Tensor] = {}
-    for name, of_file in files.items():
-        findings += [f"{key}: in {name} and in another file" for key in of_file if key in tensors]
-        tensors |= of_file
-    findings += _disagreements(index, files) if index is not None else ()
+    weights = Weights(single, index=_read_index(root / index_of(single), findings))
+    names = [single] if weights.index is None else sorted(set(weights.index.values()))
+    weights.open(root, names, read, lambda name: (root / name).is_file())
+    findings += weights.findings()
     known = {*names, *beside}
     strays = [path.name for path in weight_files(root, *OTHER_WEIGHTS) if path.name not in known]
-    findings += [f"{name}: stray weight file" for name in strays]
-    return tensors, findings
+    return weights.tensors, findings + [f"{name}: stray weight file" for name in strays]
 
 
 def _read_index(path: Path, findings: list[str]) -> dict[str, str] | None:
@@ -214,13 +287,3 @@ def is_plain_name(name: str) -> bool:
     except UnicodeEncodeError:  # JSON can hold unpaired surrogates
         return False
     return Path(name).name == name != ".." and 0 < size <= _MAX_NAME and "\0" not in name
-
-
-def _disagreements(index: Mapping[str, str], files: Mapping[str, Tensors]) -> Iterator[str]:
-    for key, file in index.items():
-        if file in files and key not in files[file]:
-            yield f"{key}: index says {file}, which does not hold it"
-    for file, tensors in files.items():
-        for key in tensors:
-            if key not in index:
-                yield f"{key}: in {file}, but not in the index"

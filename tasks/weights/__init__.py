@@ -1,13 +1,13 @@
 """Checkpoints on disk: read, plan, write and prove tensors without loading a model.
 
-    base = open_model(folder)                  # any full model; see `quantized/source.py`
+    base = open_model(folder)                  # Tensors: {key: Tensor}, from headers
     model = model_facts(folder)                # Model: where each tensor lives in memory
     total = changes([(adapter, 1.0)], model)   # Changes: terms by live name
-    plan = plan_merge(base.tensors, model, total)   # an Op for each output tensor
+    plan = plan_merge(base, model, total)    # an Op for each output tensor
     done = write(plan, sources, out)           # validated, streamed; a hash and statistics each
     recompute(plan, sources, merged)           # sampled rows in fp64, by other code
 
-files/, pickled/, quantized/              sources of tensors
+files/, pickled/, quantized/              readers: all return `Tensors`
 zero.py, distributed.py, shards.py        checkpoints of DeepSpeed, torch.distributed, our ranks
 lora.py, lora_config.py, pairing.py       PEFT adapters: changes, settings, pairing with a model
 model.py, model_class.py, mapping.py      a model in memory, and its tensors on disk

@@ -1,11 +1,10 @@
-"""Files of a checkpoint: headers, indexes, tensor sources. Loads no tensor as a whole.
+"""Files of a checkpoint: headers, indexes, ranges. Loads no tensor as a whole.
 
-source        `Source`: tensors as ranges of files; `Reader` reads ranges
-reader        `read_checkpoint`: a folder of weight files; `header` reads one safetensors file's
-folder        `inspect_checkpoint`: the files of a Hugging Face model and their problems
+tensors       `Tensors`: shape, dtype and byte ranges by key; `Reader` reads ranges
+reader        `read_checkpoint`: a folder of safetensors files; `Weights`: what is wrong with it
+folder        `model_files`: the files of a Hugging Face model; those that may be copied
 dtypes        names, sizes, NaN and zeros, casts
 documents     JSON files with a limit on their size, and our manifests
-side_files    the allowlist of files beside the weights, and the way to copy them
 names         names of one tensor in a live model, a PEFT file and a base checkpoint
 identity      whether a base is the one that an adapter was trained on
 """

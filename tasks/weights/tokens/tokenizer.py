@@ -51,7 +51,7 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
     with _wrong_types_named(folder):
         document = read_json(folder / "tokenizer.json")
         ids, template, turn = _ids(folder, document), template_of(folder), ""
-        special = _special(folder, ids, ("eos_token", "pad_token"))
+        special = _special(folder, ids)
         if "eos_token" not in special:
             raise ArtifactError(f"{folder}: the tokenizer names no eos_token")
         if template:
@@ -60,18 +60,11 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
             turn = max((text for text in texts if ending.startswith(text)), key=len, default="")
         return TokenizerFacts(
             rows=max(ids.values()) + 1,
-            eos=special["eos_token"][1],
-            pad=special["pad_token"][1] if "pad_token" in special else None,
+            eos=special["eos_token"],
+            pad=special.get("pad_token"),
             end_of_turn=ids[turn] if turn else None,
             template=template,
         )
-
-
-def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
-    """Return text and id of the special tokens by role, and the highest id of the tokenizer."""
-    with _wrong_types_named(folder):
-        ids = _ids(folder, read_json(folder / "tokenizer.json"))
-        return _special(folder, ids, _ROLES), max(ids.values())
 
 
 @contextmanager
@@ -101,17 +94,15 @@ def _added(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return added
 
 
-def _special(
-    folder: Path, ids: Mapping[str, int], roles: Sequence[str]
-) -> dict[str, tuple[str, int]]:
-    """Return text and id of the special tokens by role."""
+def _special(folder: Path, ids: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of the EOS and padding tokens by role."""
     settings, special = _settings(folder), {}
-    for role in roles:
+    for role in ("eos_token", "pad_token"):
         token = _text(settings.get(role))
         if token is not None:
             if token not in ids:
                 raise ArtifactError(f"{folder}: {role} {token!r} has no id in tokenizer.json")
-            special[role] = (token, ids[token])
+            special[role] = ids[token]
     return special
 
 

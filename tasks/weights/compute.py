@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from tasks.weights.files import dtypes as bits
 from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, NUMPY, torch_dtype, widened
 from tasks.weights.files.tensors import Reader, Sources, part, tensor_of
-from tasks.weights.native import library
-from tasks.weights.native.binding import MAX_RANK
+from tasks.weights.native import MAX_RANK, library
 from tasks.weights.plan import (
     Dora,
     LowRank,

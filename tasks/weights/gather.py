@@ -6,11 +6,10 @@ that a program that can load the base can load the result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from tasks.core.contract import TensorLike
 from tasks.core.errors import ContractError, first_and_more
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.model import Model
 from tasks.weights.plan import Op, Plan, cast_floats, plain_op
 
@@ -18,10 +17,10 @@ _SHOWN = 100
 
 
 def plan_full(
-    trained: Mapping[str, TensorLike],
+    trained: Tensors,
     model: Model,
     *,
-    base: Mapping[str, TensorLike] | None = None,
+    base: Tensors | None = None,
     frozen: bool = False,
     dtype: str | None = None,
     max_shard_bytes: int | None = None,

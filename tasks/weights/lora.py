@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.contract import Expected, TensorLike
+from tasks.core.contract import Expected
 from tasks.core.errors import ArtifactError, ContractError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import all_zero, nonfinite
 from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import ADAPTER, read_checkpoint, weight_files
-from tasks.weights.files.tensors import Reader, Tensors
+from tasks.weights.files.tensors import Reader, Tensor, Tensors
 from tasks.weights.lora_config import AdapterConfig, parse_config
 from tasks.weights.mapping import Shape
 from tasks.weights.model import Model, model_facts
@@ -93,7 +93,7 @@ class Changes:
     # Dropped tensor -> tensor that must have the same bytes
     copies: dict[str, str] = field(default_factory=dict)
     # Every tensor of the adapters as "<adapter>:<key>", as all the fields above name them
-    operands: dict[str, TensorLike] = field(default_factory=dict)
+    operands: dict[str, Tensor] = field(default_factory=dict)
     findings: list[str] = field(default_factory=list)  # everything that is wrong
 
 

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import TensorLike, describe
+from tasks.core.contract import describe
 from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import is_float
@@ -55,7 +55,7 @@ BASE = "base"
 
 
 def plan_merge(
-    base: Mapping[str, TensorLike],
+    base: Tensors,
     model: Model,
     changes: Changes,
     *,
@@ -202,7 +202,7 @@ class _Merging:
 
     def __init__(
         self,
-        base: Mapping[str, TensorLike],
+        base: Tensors,
         model: Model,
         changes: Changes,
         quantization: Mapping[str, Any] | None,
@@ -341,7 +341,7 @@ class _Merging:
         return quantization if op.terms or quantization.get("base") == "dequantized" else None
 
 
-def carry(term: Term, slot: Slot, tensors: Mapping[str, TensorLike]) -> Term:
+def carry(term: Term, slot: Slot, tensors: Tensors) -> Term:
     """Return the term of a live tensor for the part of it that `slot` describes.
 
     `tensors` are those of the adapters by their names in terms. Raises ValueError if there is no

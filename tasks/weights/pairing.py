@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from tasks.core.contract import TensorLike, describe
+from tasks.core.contract import describe
 from tasks.weights.files.dtypes import is_float
 from tasks.weights.files.names import PEFT_PREFIX
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.lora_config import AdapterConfig, ends_with, targeted_modules
 from tasks.weights.mapping import Shape, Slot
 from tasks.weights.model import CONV1D, EMBEDDING, LINEAR, OTHER, Model
@@ -52,7 +53,7 @@ class Pairing:
         findings: settings that cannot be merged into this model.
     """
 
-    def __init__(self, config: AdapterConfig, model: Model, file: Mapping[str, TensorLike]) -> None:
+    def __init__(self, config: AdapterConfig, model: Model, file: Tensors) -> None:
         self.config, self.model, self.file = config, model, file
         self.pieces: list[Piece] = []
         self.wanted: dict[str, Shape] = {}
@@ -306,7 +307,7 @@ class Pairing:
 
 
 def pair_by_names(
-    config: AdapterConfig, model: Model, file: Mapping[str, TensorLike]
+    config: AdapterConfig, model: Model, file: Tensors
 ) -> tuple[Pairing, list[Piece]]:
     """Pair a file with a model by the names that fit better: those in memory or those on disk.
 

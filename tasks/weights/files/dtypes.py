@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.errors import ConfigError
 from tasks.weights.native import library
 
 _TABLE = {
@@ -66,16 +65,6 @@ def torch_dtype(name: str) -> Any:
     import torch
 
     return getattr(torch, _TABLE[name][1])
-
-
-def check_dtype(name: str) -> str:
-    """Return `convert.dtype` unchanged. Raises ConfigError if it is not a known dtype."""
-    if name not in DTYPE_NAMES:
-        raise ConfigError(
-            f"convert.dtype={name!r} is not one of {', '.join(DTYPE_NAMES)}",
-            hint="convert.dtype=bfloat16",
-        )
-    return name
 
 
 def is_float(dtype: str) -> bool:

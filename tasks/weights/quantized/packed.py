@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.contract import TensorLike, describe
+from tasks.core.contract import describe
 from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, NUMPY, cast, widened
-from tasks.weights.files.tensors import Extent, Reader, Tensors, read_all
+from tasks.weights.files.tensors import Extent, Reader, Tensor, Tensors, read_all
 from tasks.weights.quantized.config_fields import fp8_blocks
 
 STATE = ".quant_state."
@@ -218,9 +218,7 @@ def is_activation_scale(key: str) -> bool:
     return key.endswith(_ACTIVATIONS)
 
 
-def read_scales(
-    tensors: Mapping[str, TensorLike], config: Mapping[str, Any]
-) -> tuple[dict[str, Packed], list[str]]:
+def read_scales(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Packed], list[str]]:
     """Find the matrices in 8 bits. Returns their packing by key, and what is wrong with any."""
     blocks = fp8_blocks(config)
     matrices: dict[str, Packed] = {}
@@ -242,7 +240,7 @@ def read_scales(
 
 
 def _packing_8(
-    info: TensorLike, suffix: str, scale: TensorLike, blocks: Sequence[tuple[int, int]]
+    info: Tensor, suffix: str, scale: Tensor, blocks: Sequence[tuple[int, int]]
 ) -> dict[str, Any] | None:
     """Return the packing of one matrix (..., out, in); None if its scales do not fit."""
     if len(info.shape) < 2 or scale.dtype not in (*NUMPY, _EXPONENTS):

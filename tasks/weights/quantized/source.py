@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import TensorLike
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
@@ -103,7 +102,7 @@ def _decoded(whole: Tensors, key: str, matrix: Packed, *, turned: bool) -> Tenso
     )
 
 
-def fp8_findings(tensors: Mapping[str, TensorLike], config: Mapping[str, Any]) -> list[str]:
+def fp8_findings(tensors: Tensors, config: Mapping[str, Any]) -> list[str]:
     """Return why a base in fp8 cannot be decoded, from its headers; also what `audit` reports."""
     if not is_fp8(config):
         return [f"config.json does not say how weights are stored in {DTYPE}"]

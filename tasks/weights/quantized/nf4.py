@@ -5,9 +5,7 @@ lost_in_4_bits              recognise a model that was merged into such a base
 keep_as_loaded              keep bitsandbytes from repacking the layers of a loaded model
 
 QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantized* base. A merge
-into the dequantized base gives the model that was trained; a merge into the original base does not.
-`lost_in_4_bits` finds models that were merged into a dequantized base: quantizing them again
-undoes what their adapter had learned.
+into the dequantized base gives the model that was trained; a merge into the original does not.
 """
 
 from __future__ import annotations
@@ -50,10 +48,9 @@ LOST_OVERRIDE = "peft=lora, or model.path=<the base before that training>"
 def lost_in_4_bits(checkpoint: Tensors) -> str | None:
     """Find a matrix whose values lie close to NF4's, as in a merged QLoRA model.
 
-    Such a matrix is a dequantized one plus a small change, and NF4 rounds most of that change away.
-    An ordinary matrix has the same quantization error if its blocks are shifted by half their
-    length; this one has a larger error then. A dequantized matrix without a change is not reported:
-    its elements that NF4 rounds to zero are zero already, so it loses nothing.
+    NF4 rounds most of its adapter's change away. An ordinary matrix has the same quantization error
+    if its blocks are shifted by half their length; this one has a larger error then. A dequantized
+    matrix without a change loses nothing and is not reported.
 
     Reads up to 131,072 elements of each matrix in the first, middle and last layer. Returns the
     matrix and its relative quantization error as text, or None.
@@ -194,9 +191,8 @@ def keep_as_loaded(model: Any) -> Any:
     """Keep bitsandbytes from repacking a model's 4-bit layers on CPUs; return the model.
 
     Call it before the first forward pass. On a CPU with AVX-512 BF16, bitsandbytes 0.50.2 repacks a
-    layer at its first forward pass in eval mode without gradients, and never undoes it. From then
-    on its scales are bf16, so that it computes with other weights than were loaded, and its product
-    passes no gradient on. One evaluation before training is enough to trigger it.
+    layer at its first pass in eval mode without gradients: from then on it computes with scales in
+    bf16, and passes no gradient on.
     """
     for module in model.modules():
         if hasattr(module, _REPACKS):

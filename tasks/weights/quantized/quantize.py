@@ -8,12 +8,10 @@ The format is that of compressed-tensors, as vLLM and transformers read it: `X.w
 stay as they are.
 
 There is no calibration: a row's scale follows from its largest magnitude, and activations are
-quantized per token while the model runs. So each row is independent, and the full matrix is never
-in memory.
+quantized per token while the model runs. So the full matrix is never in memory.
 
-Scales are rounded up to the next number of the model's own dtype. Engines keep scales in different
-dtypes (vLLM in fp32, transformers in the model's dtype); such scales give all of them the same
-weights. Rounding to nearest could put the largest element of a row beyond the range of 8 bits.
+Scales are rounded up to the next number of the model's own dtype: vLLM keeps them in fp32,
+transformers in that dtype. Rounding to nearest could put the largest element of a row beyond 8 bits.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ There is no calibration: a row's scale follows from its largest magnitude, and a
 quantized per token while the model runs. So the full matrix is never in memory.
 
 Scales are rounded up to the next number of the model's own dtype: vLLM keeps them in fp32,
-transformers in that dtype. Rounding to nearest could put the largest element of a row beyond 8 bits.
+transformers in that dtype. Rounding to nearest could put a row's largest element beyond 8 bits.
 """
 
 from __future__ import annotations

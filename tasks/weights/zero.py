@@ -419,16 +419,9 @@ def _by_parameter(
     starts = accumulate(shares.values(), initial=0)
     located: dict[str, list[Extent]] = {}
     for (name, share), start in zip(shares.items(), starts, strict=False):
-        located[name] = []
-        for number, flat in enumerate(flats):
-            own = _own(sizes[name], share, number)
-            located[name] += part(flat, start * item, own * item)
+        padded = [extent for flat in flats for extent in part(flat, start * item, share * item)]
+        located[name] = part(padded, 0, sizes[name] * item)
     return located
-
-
-def _own(numel: int, share: int, rank: int) -> int:
-    """Return the number of a parameter's elements in a rank's partition, without padding."""
-    return max(0, min(share, numel - rank * share))
 
 
 def _universal(zero: Path, first: _Model, findings: list[str]) -> dict[str, Tensor]:
@@ -491,12 +484,9 @@ def _frozen_fragments(models: Sequence[_Model], findings: list[str]) -> dict[str
         if [t.numel for t in parts if t.extents] != [share] * len(models) or len(kinds) > 1:
             findings.append(f"{name}: frozen, {numel} elements; not a partition of it on each rank")
             continue
-        dtype = parts[0].dtype
-        extents: list[Extent] = []
-        for number, tensor in enumerate(parts):
-            own = _own(numel, share, number) * ITEM_BITS[dtype] // 8
-            extents += part(tensor.extents, 0, own)
-        tensors[name] = Tensor(shape, dtype, tuple(extents))
+        padded = [extent for tensor in parts for extent in tensor.extents]
+        extents = part(padded, 0, numel * ITEM_BITS[parts[0].dtype] // 8)
+        tensors[name] = Tensor(shape, parts[0].dtype, tuple(extents))
     return tensors
 
 

@@ -44,7 +44,7 @@ _FEW_STEPS = 64
 """Instructions by which a pickle is told from other data once `MAX_STEPS` are used up."""
 _STORAGE = 1024
 """Bytes of a tensor's storage that are scanned."""
-_MAX_DEPTH, _MAX_REASONS = 4, 5
+_MAX_DEPTH, _MAX_REASONS, _MAX_STREAMS = 4, 5, 100
 _SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".joblib", ".dill")
 _LEGACY_MAGIC, _LEGACY_PICKLES = 0x1950A86A20F9469CFC6C, 5
 _ARCHIVES = {
@@ -224,18 +224,21 @@ def _parts(path: Path, file: BinaryIO, scanned: Scanned) -> Iterator[_Data]:
 
 def _decompressed(raw: bytes, most: int) -> bytes | None:
     """Return the first `most` bytes of the content of compressed data; None for other data."""
-    content, rest, is_stream = b"", raw, False
+    content, rest, streams = b"", raw, 0
     make = next((make for magic, make in _STREAMS if raw.startswith(magic)), None)
     try:
-        while make and rest and len(content) < most:  # one stream after the other
+        # One stream after the other; each copies the rest.
+        while make and rest and len(content) < most and streams < _MAX_STREAMS:
             machine = make()
             content += machine.decompress(rest, most - len(content))
-            is_stream |= bool(content) or machine.eof
+            streams += bool(content) or machine.eof
             rest = machine.unused_data
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
         if "emory" in str(error):
             raise UnresolvedError("LZMA that takes too much memory to be looked into") from error
-    return content if is_stream else None
+    if rest and streams == _MAX_STREAMS:
+        raise UnresolvedError(f"more than {_MAX_STREAMS} compressed streams")
+    return content if streams else None
 
 
 def _archive(head: bytes) -> str:

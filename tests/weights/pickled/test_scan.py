@@ -158,6 +158,12 @@ def test_bombs_allocate_nothing(tmp_path: Path) -> None:
         assert peak < 2 << 20, data[:20]
 
 
+def test_compressed_bombs_are_unreadable_or_cut(tmp_path: Path) -> None:
+    assert scanned(tmp_path / "many.gz", gzip.compress(b"") * 1_000_000).unreadable
+    zeros = lzma.compress(bytes(200 << 20), preset=0)
+    assert scanned(tmp_path / "zeros.xz", zeros).names == set()
+
+
 def test_code_beyond_what_is_read_is_unreadable(tmp_path, monkeypatch) -> None:
     data = program(b"".join(b"X\x03\0\0\0abc0" for _ in range(30_000)), reduce("os", "system", "x"))
     assert hostile(scanned(tmp_path / "x.bin", data)) == {"os.system"}

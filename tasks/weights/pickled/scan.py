@@ -52,14 +52,14 @@ _ARCHIVES = {
     "lz4": b"\x04\x22\x4d\x18", "zstd": b"\x28\xb5\x2f\xfd",
 }  # fmt: skip
 """First bytes of archives that are not looked into; a tar file has its mark further on."""
-_STREAMS: tuple[tuple[bytes, Callable[[], Any]], ...] = (
-    (b"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=31)),
-    (b"BZh", bz2.BZ2Decompressor),
-    (b"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
-    (b"]\0\0", lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
-    (b"x", zlib.decompressobj),
+_STREAMS: tuple[tuple[re.Pattern[bytes], Callable[[], Any]], ...] = (
+    (re.compile(rb"\x1f\x8b\x08"), lambda: zlib.decompressobj(wbits=31)),
+    (re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), bz2.BZ2Decompressor),
+    (re.compile(rb"\xfd7zXZ\0"), lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
+    (re.compile(rb"\]\0\0"), lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
+    (re.compile(rb"x"), zlib.decompressobj),
 )
-"""First bytes of compressed data, and what decompresses it."""
+"""First bytes of compressed data, and what decompresses it; texts may begin with the last two."""
 _NUMPY, _HDF5 = b"\x93NUMPY", b"\x89HDF\r\n\x1a\n"
 _GRAPH_CODE = {
     "keras.layers.Lambda": re.compile(rb'"class_name"\s*:\s*"(?:Lambda"|[^"]{0,99}\\u)'),
@@ -225,7 +225,7 @@ def _parts(path: Path, file: BinaryIO, scanned: Scanned) -> Iterator[_Data]:
 def _decompressed(raw: bytes, most: int) -> bytes | None:
     """Return the first `most` bytes of the content of compressed data; None for other data."""
     content, rest, streams = b"", raw, 0
-    make = next((make for magic, make in _STREAMS if raw.startswith(magic)), None)
+    make = next((make for magic, make in _STREAMS if magic.match(raw)), None)
     try:
         # One stream after the other; each copies the rest.
         while make and rest and len(content) < most and streams < _MAX_STREAMS:
@@ -234,8 +234,8 @@ def _decompressed(raw: bytes, most: int) -> bytes | None:
             streams += bool(content) or machine.eof
             rest = machine.unused_data
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
-        if "emory" in str(error):
-            raise UnresolvedError("LZMA that takes too much memory to be looked into") from error
+        if "emory" in str(error) or any(magic.match(rest) for magic, _ in _STREAMS[:3]):
+            raise UnresolvedError(f"compressed, and cannot be looked into: {error}") from error
     if rest and streams == _MAX_STREAMS:
         raise UnresolvedError(f"more than {_MAX_STREAMS} compressed streams")
     return content if streams else None
@@ -258,7 +258,7 @@ def _graph_code(path: Path, file: BinaryIO) -> Iterator[str]:
 
 def _may_go_on(head: bytes) -> bool:
     """Return True if more than the first bytes of a file has to be read to judge it."""
-    if head.startswith((_NUMPY, *(magic for magic, _ in _STREAMS))):
+    if head.startswith(_NUMPY) or any(magic.match(head) for magic, _ in _STREAMS):
         return True
     try:
         Walker(head).walk(_DATA_STEPS)

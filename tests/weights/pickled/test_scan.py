@@ -160,6 +160,9 @@ def test_bombs_allocate_nothing(tmp_path: Path) -> None:
 
 def test_compressed_bombs_are_unreadable_or_cut(tmp_path: Path) -> None:
     assert scanned(tmp_path / "many.gz", gzip.compress(b"") * 1_000_000).unreadable
+    damaged = bytearray(gzip.compress(program(reduce("os", "system", "x"))))
+    damaged[-8] ^= 1  # of its checksum, which is read after the pickle
+    assert scanned(tmp_path / "damaged.gz", bytes(damaged)).unreadable
     zeros = lzma.compress(bytes(200 << 20), preset=0)
     assert scanned(tmp_path / "zeros.xz", zeros).names == set()
 

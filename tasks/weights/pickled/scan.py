@@ -15,7 +15,7 @@ import mmap
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,8 @@ _ARCHIVES = {
     "lz4": b"\x04\x22\x4d\x18", "zstd": b"\x28\xb5\x2f\xfd",
 }  # fmt: skip
 """First bytes of archives that are not looked into; a tar file has its mark further on."""
-_STREAMS: tuple[tuple[re.Pattern[bytes], Callable[[], Any]], ...] = (
+Stream = tuple[re.Pattern[bytes], Callable[[], Any]]
+_STREAMS: tuple[Stream, ...] = (
     (re.compile(rb"\x1f\x8b\x08"), lambda: zlib.decompressobj(wbits=31)),
     (re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), bz2.BZ2Decompressor),
     (re.compile(rb"\xfd7zXZ\0"), lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
@@ -151,7 +152,9 @@ class Scanner:
         """Scan the content of compressed data; returns False if it is not compressed."""
         room = max(self._room, _HEAD)
         try:
-            content = _decompressed(data.raw, room) if data.depth < _MAX_DEPTH else None
+            content = _decompressed(data.raw, room, _STREAMS if data.suspect else _STREAMS[:3])
+            if content is not None and data.depth == _MAX_DEPTH:
+                raise UnresolvedError("compressed too often to be looked into")
         except UnresolvedError as problem:
             scanned.add_reason(data.where, problem)
             return True
@@ -222,8 +225,11 @@ def _parts(path: Path, file: BinaryIO, scanned: Scanned) -> Iterator[_Data]:
     yield _Data(raw, "", size, path.name.lower().endswith(_SUFFIXES))
 
 
-def _decompressed(raw: bytes, most: int) -> bytes | None:
-    """Return the first `most` bytes of the content of compressed data; None for other data."""
+def _decompressed(raw: bytes, most: int, sure: Sequence[Stream]) -> bytes | None:
+    """Return the first `most` bytes of the content of compressed data; None for other data.
+
+    Raises UnresolvedError if it cannot be looked into, and is surely compressed.
+    """
     content, rest, streams = b"", raw, 0
     make = next((make for magic, make in _STREAMS if magic.match(raw)), None)
     try:
@@ -234,7 +240,7 @@ def _decompressed(raw: bytes, most: int) -> bytes | None:
             streams += bool(content) or machine.eof
             rest = machine.unused_data
     except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
-        if "emory" in str(error) or any(magic.match(rest) for magic, _ in _STREAMS[:3]):
+        if "emory" in str(error) or any(magic.match(rest) for magic, _ in sure):
             raise UnresolvedError(f"compressed, and cannot be looked into: {error}") from error
     if rest and streams == _MAX_STREAMS:
         raise UnresolvedError(f"more than {_MAX_STREAMS} compressed streams")

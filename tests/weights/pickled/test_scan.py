@@ -163,6 +163,10 @@ def test_compressed_bombs_are_unreadable_or_cut(tmp_path: Path) -> None:
     damaged = bytearray(gzip.compress(program(reduce("os", "system", "x"))))
     damaged[-8] ^= 1  # of its checksum, which is read after the pickle
     assert scanned(tmp_path / "damaged.gz", bytes(damaged)).unreadable
+    data = program(reduce("os", "system", "x"))
+    for _ in range(9):
+        data = gzip.compress(data)
+    assert scanned(tmp_path / "often.gz", data).unreadable
     zeros = lzma.compress(bytes(200 << 20), preset=0)
     assert scanned(tmp_path / "zeros.xz", zeros).names == set()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check, TensorLike, judge
+from tasks.core.contract import Check, judge
 from tasks.delivery.plan import TRAINED, HandOffPlan
 from tasks.delivery.source import ADAPTER_CONFIG
 from tasks.delivery.tokens import write_weights_files
@@ -79,7 +79,7 @@ def gather(
         expected = perform(adapter_contract, model_of, trained / ADAPTER_CONFIG, parts.dtype)
     else:
         before = read_checkpoint(base)
-        tensors: Mapping[str, TensorLike] = before
+        tensors: Tensors = before
         if source.is_reward:
             tensors, _, facts = reward_base(before, source.config, source.dtype, perform)
         else:

@@ -54,7 +54,6 @@ from tasks.drift.witness import Witness, find_witness
 from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult
 from tasks.serving.vllm.job import HEADROOM
-from tasks.weights.files.dtypes import check_dtype
 from tasks.weights.files.folder import require_own_files
 from tasks.weights.quantized.quantize import GGUF
 from tasks.weights.write import parse_size, require_space
@@ -197,7 +196,7 @@ def _prepare(composed: Composed) -> Delivery:
             *(prefect_reachable() if measured else ()),
         ]
     )
-    target = Target(check_dtype(convert["dtype"]), parse_size(convert["max_shard_size"]))
+    target = Target(convert["dtype"], parse_size(convert["max_shard_size"]))
     checkpoint, adapters = read_sources(settings["source"], settings["adapters"])
     sources = [adapter.checkpoint for adapter in adapters] or [checkpoint]
     base, check_base = find_base(checkpoint, settings["base"], store), bool(settings["check_base"])

@@ -16,10 +16,9 @@ from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from tasks.core.contract import TensorLike
 from tasks.weights.files.dtypes import ITEM_BITS, casts, is_float
 from tasks.weights.files.reader import WEIGHTS, files_of
-from tasks.weights.files.tensors import Sources, Tensors
+from tasks.weights.files.tensors import Sources, Tensor, Tensors
 from tasks.weights.rounding import GRIDS
 
 if TYPE_CHECKING:
@@ -181,9 +180,9 @@ class Op:
         return self.source.partition(":")[2]
 
 
-def plain_op(name: str, source: str, tensor: TensorLike) -> Op:
+def plain_op(name: str, source: str, tensor: Tensor) -> Op:
     """Return the operation that writes the tensor "<input>:<key>" as it is, as `name`."""
-    packed = getattr(tensor, "packed", None)
+    packed = tensor.packed
     return Op(name, tuple(tensor.shape), tensor.dtype, source, tensor.dtype, packed=packed)
 
 

@@ -16,8 +16,7 @@ from tasks.weights import compute as folding
 from tasks.weights.compute import _kernel_term
 from tasks.weights.expected import random_parts, round_with, small
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.native import Library, library
-from tasks.weights.native.binding import MAX_RANK
+from tasks.weights.native import MAX_RANK, Library, library
 from tasks.weights.plan import LowRank, Op, Plan
 from tasks.weights.proof import recompute
 from tasks.weights.rounding import row_keys, unbiased

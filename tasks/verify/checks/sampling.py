@@ -6,6 +6,7 @@ mean and the variance of their surprisal are known: the check is a z-test.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,12 +19,14 @@ from tasks.verify.asked import Asked
 from tasks.verify.compare import kl_of
 from tasks.verify.reference import Reference
 from tasks.verify.servers.client import parallel
-from tasks.verify.servers.server import UnsupportedError
+from tasks.verify.servers.server import ServerError, UnsupportedError
 
 PROMPTS, ROUNDS, EACH = 16, 4, 16
 """Prompts, requests for each, and tokens that are sampled in a request."""
 FEWEST = 128
 """Tokens below which their mean is no normal variable."""
+SECONDS = 60.0
+"""Time after which a slow server gets no further request."""
 DOUBT = 5.0
 """Standard deviations that refuse the recorded settings."""
 SLACK = 0.02
@@ -102,7 +105,9 @@ def sampling(asked: Asked) -> Row:
     """Compare the server's default sampling settings with those that training recorded."""
     name, recorded = "sampling", expected_settings(asked.reference)
     places, kl = _places(asked, recorded)
-    rows = parallel(lambda row: _sample(asked, row), places * ROUNDS, 4)
+    until = time.monotonic() + SECONDS
+    made = parallel(lambda row: _sample(asked, row, until), places * ROUNDS, 4)
+    rows = [sampled for sampled in made if sampled is not None]
     candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
     tests = [(expected(rows, settings), settings) for settings in candidates]
     test, settings = min(tests, key=lambda test: abs(test[0].surprisal - test[0].mean))
@@ -198,11 +203,18 @@ def _places(asked: Asked, settings: Settings) -> tuple[list[int], float]:
     return chosen, kl
 
 
-def _sample(asked: Asked, row: int) -> Sampled:
-    """Sample tokens at a position."""
+def _sample(asked: Asked, row: int, until: float) -> Sampled | None:
+    """Sample tokens at a position; None if it is too late, or the server too slow."""
+    if time.monotonic() > until:
+        return None
     reference = asked.reference
     prompt = reference.prefixes[row]
-    responses = asked.server.generate(asked.model, prompt, 1, n=EACH)
+    try:
+        responses = asked.server.generate(asked.model, prompt, 1, n=EACH)
+    except ServerError as error:
+        if error.code == "busy":
+            return None
+        raise
     if any(response.ids is None for response in responses):
         raise UnsupportedError("the server does not tell the ids of its tokens")
     tokens = [response.ids[0] for response in responses if response.ids]

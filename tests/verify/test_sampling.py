@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,7 +66,8 @@ def test_a_correct_server_of_a_small_vocabulary_raises_no_alarm(kind: str) -> No
 def test_a_slow_server_gets_fewer_requests_and_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     made = world(10, spread=2.0)
     clock = [0.0]
-    monkeypatch.setattr("tasks.verify.checks.sampling.time.monotonic", lambda: clock[0])
+    module = sys.modules[sampling.__module__]  # the package exports the function by this name
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     class SlowServer(ArrayServer):
         def generate(self, *args: Any, **kwargs: Any) -> list[Generated]:

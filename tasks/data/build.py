@@ -34,28 +34,20 @@ MOST_COLUMNS_NOTED = 50
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a dataset.
-
-    Attributes:
-        kind: kind of the rows.
-        eval_fraction: share of distinct rows to hold out, in (0, 1), if there is no source of
-            held-out rows. A hash of the text decides, so exact duplicates stay together.
-        seed: seed of the held-out rows, and of the order of mixed sources.
-        max_samples: maximum number of rows to read from all training sources together.
-        on_bad_line: "fail" raises one error that lists the bad rows, "skip" counts them.
-        stopping: end of mixing, "first_exhausted" or "all_exhausted"; see `readers.mix`.
-        answered: True if a prompt without an answer is a bad row.
-        control: control tokens in the texts of rows.
-    """
+    """Settings of a dataset."""
 
     kind: Kind = CONVERSATIONS
+    # share of distinct rows to hold out, in (0, 1), if there is no source of held-out rows. A hash
+    # of the text decides, so exact duplicates stay together
     eval_fraction: float = 0.05
-    seed: int = 0
+    seed: int = 0  # seed of the held-out rows, and of the order of mixed sources
+    # maximum number of rows to read from all training sources together
     max_samples: int | None = None
-    on_bad_line: str = "fail"
+    on_bad_line: str = "fail"  # "fail" raises one error that lists the bad rows, "skip" counts them
+    # end of mixing, "first_exhausted" or "all_exhausted"; see `readers.mix`
     stopping: str = ALL_EXHAUSTED
-    answered: bool = False
-    control: Control = field(default_factory=Control)
+    answered: bool = False  # True if a prompt without an answer is a bad row
+    control: Control = field(default_factory=Control)  # control tokens in the texts of rows
 
 
 @dataclass
@@ -113,24 +105,16 @@ class BadRows:
 
 @dataclass
 class Reading:
-    """Rows of one source: checked one by one, and counted.
-
-    Attributes:
-        names: names of its columns.
-        fitted: True if a row had the columns that its kind needs.
-        rows: number of rows read.
-        refused: number of rows that cannot be used.
-        repeated: number of rows that were read again, in a mixture.
-        controlled: places of rows with a control token outside answers.
-    """
+    """Rows of one source: checked one by one, and counted."""
 
     source: Source
     options: Options
-    names: set[str] = field(default_factory=set)
-    fitted: bool = False
+    names: set[str] = field(default_factory=set)  # names of its columns
+    fitted: bool = False  # True if a row had the columns that its kind needs
     rows: int = 0
-    refused: int = 0
-    repeated: int = 0
+    refused: int = 0  # number of rows that cannot be used
+    repeated: int = 0  # number of rows that were read again, in a mixture
+    # places of rows with a control token outside answers
     controlled: list[str] = field(default_factory=list)
 
     def payload(self, row: Row, split: Split, bad_rows: BadRows) -> Payload | None:

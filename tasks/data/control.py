@@ -23,17 +23,12 @@ WAYS = f"data.control_tokens={KEEP} takes it as it is"
 
 @dataclass(frozen=True)
 class Control:
-    """Control tokens of a tokenizer, and what becomes of a text that contains one.
+    """Control tokens of a tokenizer, and what becomes of a text that contains one."""
 
-    Attributes:
-        tokens: their texts; none if the tokenizer is not known.
-        mode: `data.control_tokens`; None refuses them in answers and warns elsewhere.
-        last_answer: True if only the last answer of a conversation bears loss.
-    """
-
-    tokens: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()  # their texts; none if the tokenizer is not known
+    # `data.control_tokens`; None refuses them in answers and warns elsewhere
     mode: ControlTokens | None = None
-    last_answer: bool = False
+    last_answer: bool = False  # True if only the last answer of a conversation bears loss
 
     def check(self, row: Mapping[str, Any]) -> str:
         """Return a warning about the first control token outside answers, or "".

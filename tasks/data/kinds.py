@@ -47,19 +47,14 @@ _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of rows.
+    """One kind of rows."""
 
-    Attributes:
-        name: name in `dataset.json`.
-        read: turns a row of the user into a row of the artifact, without its id.
-        either: sets of columns by role; a row needs all columns of one set.
-        objectives: objectives that train on such rows.
-    """
-
-    name: str
+    name: str  # name in `dataset.json`
+    # turns a row of the user into a row of the artifact, without its id
     read: Callable[[Mapping[str, Any], Columns], Payload]
+    # sets of columns by role; a row needs all columns of one set
     either: tuple[tuple[str, ...], ...]
-    objectives: tuple[str, ...]
+    objectives: tuple[str, ...]  # objectives that train on such rows
 
     def fit(self, names: Collection[str], columns: Columns) -> bool:
         """Return True if a row with columns `names` has all columns of one set."""

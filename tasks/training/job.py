@@ -114,35 +114,27 @@ class Settings(Probes, Checkpoints, Steps, Goal, Loading):
 
 @dataclass(frozen=True)
 class TrainJob:
-    """One training run: settings and absolute paths.
+    """One training run: settings and absolute paths."""
 
-    Attributes:
-        settings: what to train and how.
-        data: dataset artifact.
-        out: folder of the `shards` artifact.
-        checkpoints: folder of this run's checkpoints, from one of which it may `resume`.
-        universal: the engines of that checkpoint in DeepSpeed's universal form, if the number of
-            ranks has changed.
-        identity: values that a checkpoint has to agree with, by dotted name.
-        rollout_base: HF folder that the rollout engine loads; None: the base itself.
-        reward: folder of the reward model that an earlier step of the chain trained.
-        adapter: PEFT folder, with a tokenizer, that training continues; None: a new adapter.
-        max_truncated: share of the training rows that may be cut.
-    """
-
-    settings: Settings
+    settings: Settings  # what to train and how
     base: Path
     base_digest: str
-    data: Path
-    out: Path
-    checkpoints: Path
+    data: Path  # dataset artifact
+    out: Path  # folder of the `shards` artifact
+    checkpoints: Path  # folder of this run's checkpoints, from one of which it may `resume`
     resume: Path | None = None
+    # the engines of that checkpoint in DeepSpeed's universal form, if the number of ranks has
+    # changed
     universal: Path | None = None
+    # values that a checkpoint has to agree with, by dotted name
     identity: Mapping[str, Any] = field(default_factory=dict)
+    # HF folder that the rollout engine loads; None: the base itself
     rollout_base: Path | None = None
+    # folder of the reward model that an earlier step of the chain trained
     reward: Path | None = None
+    # PEFT folder, with a tokenizer, that training continues; None: a new adapter
     adapter: Path | None = None
-    max_truncated: float = 0.2
+    max_truncated: float = 0.2  # share of the training rows that may be cut
 
     @property
     def side_files(self) -> Path:

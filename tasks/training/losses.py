@@ -29,30 +29,22 @@ KINDS = ("sigmoid", "ipo")
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Output of the model on one row, float32.
+    """Output of the model on one row, float32."""
 
-    Attributes:
-        logprobs: (N,) log-probabilities of the supervised tokens, in nats; causal models.
-        scores: (S,) scores of the sequences; models with a score head.
-        reference: (S,) sums of log-probabilities under the reference model, if needed.
-        baseline: scalar, mean log-ratio of KTO's mismatched answers over the whole step.
-    """
-
+    # (N,) log-probabilities of the supervised tokens, in nats; causal models
     logprobs: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
+    scores: torch.Tensor | None = None  # (S,) scores of the sequences; models with a score head
+    # (S,) sums of log-probabilities under the reference model, if needed
     reference: torch.Tensor | None = None
+    # scalar, mean log-ratio of KTO's mismatched answers over the whole step
     baseline: torch.Tensor | None = None
 
 
 class Loss(NamedTuple):
-    """One row's part of the step's loss and metrics.
+    """One row's part of the step's loss and metrics."""
 
-    Attributes:
-        value: scalar with gradient; the step's loss is the sum over all rows and ranks.
-        measures: metrics by name, scalars without gradient; added up in the same way.
-    """
-
-    value: torch.Tensor
+    value: torch.Tensor  # scalar with gradient; the step's loss is the sum over all rows and ranks
+    # metrics by name, scalars without gradient; added up in the same way
     measures: Mapping[str, torch.Tensor]
 
 
@@ -241,23 +233,17 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss and what it needs.
+    """A loss and what it needs."""
 
-    Attributes:
-        loss: returns a row's part of the loss, from its `ModelOutput`, `Row` and `Counts`.
-        roles: names of an example's sequences.
-        head: `tokens` (a causal model) or `score` (a model with a score head of one label).
-        needs_reference: True if the loss reads `ModelOutput.reference`.
-        baseline_role: role whose sequences give `ModelOutput.baseline`, or None; they are not
-            trained on.
-        means: returns the metrics of a step from their sums over all rows and ranks.
-    """
-
+    # returns a row's part of the loss, from its `ModelOutput`, `Row` and `Counts`
     loss: Callable[..., Loss]
-    roles: tuple[str, ...] = ("text",)
+    roles: tuple[str, ...] = ("text",)  # names of an example's sequences
+    # `tokens` (a causal model) or `score` (a model with a score head of one label)
     head: str = "tokens"
-    needs_reference: bool = False
+    needs_reference: bool = False  # True if the loss reads `ModelOutput.reference`
+    # role whose sequences give `ModelOutput.baseline`, or None; they are not trained on
     baseline_role: str | None = None
+    # returns the metrics of a step from their sums over all rows and ranks
     means: Callable[[dict[str, float]], dict[str, float]] = dict
 
 

@@ -49,29 +49,19 @@ class Progress:
     """Progress of a run, stored in checkpoints beside the engine's state. Equal on every rank.
 
     It has no generator states: every step seeds its random numbers from seed, step and rank.
-
-    Attributes:
-        step: steps taken.
-        losses: one per step.
-        last: metrics of the last step.
-        before: the evaluation before the first step.
-        evaluations: later evaluations, each with its `step`.
-        best: the best of them.
-        waited: evaluations since the best one.
-        skipped: consecutive steps skipped because fp16 overflowed.
-        seconds: time spent in steps.
-        kept: further state of an objective, as JSON values.
     """
 
-    step: int = 0
-    losses: list[float] = field(default_factory=list)
-    last: dict[str, float] = field(default_factory=dict)
-    before: dict[str, float] | None = None
+    step: int = 0  # steps taken
+    losses: list[float] = field(default_factory=list)  # one per step
+    last: dict[str, float] = field(default_factory=dict)  # metrics of the last step
+    before: dict[str, float] | None = None  # the evaluation before the first step
+    # later evaluations, each with its `step`
     evaluations: list[dict[str, float]] = field(default_factory=list)
-    best: Best | None = None
-    waited: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
+    best: Best | None = None  # the best of them
+    waited: int = 0  # evaluations since the best one
+    skipped: int = 0  # consecutive steps skipped because fp16 overflowed
+    seconds: float = 0.0  # time spent in steps
+    # further state of an objective, as JSON values
     kept: dict[str, Any] = field(default_factory=dict)
 
 

@@ -261,15 +261,11 @@ class TrainerStates:
     (`runtime/zero/stage3.py`, `offload_states`), which has to be compiled. There DeepSpeed moves
     only the gradients, and this class the rest. `tasks/config/checks/online.py` refuses ZeRO-0 and
     ZeRO-Offload, which have nothing to move.
-
-    Attributes:
-        movable: False if the states stay on the device; `offload` then does nothing.
-        away: True while the states are in host memory.
     """
 
     engines: Sequence[Any]
-    movable: bool
-    away: bool = False
+    movable: bool  # False if the states stay on the device; `offload` then does nothing
+    away: bool = False  # True while the states are in host memory
 
     def offload(self) -> None:
         """Move the states to the host. The weights that forward passes read stay on the device."""

@@ -33,16 +33,12 @@ PORTION = 1 << 25
 
 @dataclass(frozen=True)
 class Scaling:
-    """Scaling of logits after the head: cap * tanh(factor * logits / cap) / temperature.
+    """Scaling of logits after the head: cap * tanh(factor * logits / cap) / temperature."""
 
-    Attributes:
-        factor: Granite's 1 / `logits_scaling`, Cohere's `logit_scale`; 1 for most families.
-        cap: Gemma's `final_logit_softcapping`; None for most families.
-        temperature: sampling temperature of the responses; 1 for data that was not sampled.
-    """
-
+    # Granite's 1 / `logits_scaling`, Cohere's `logit_scale`; 1 for most families
     factor: float = 1.0
-    cap: float | None = None
+    cap: float | None = None  # Gemma's `final_logit_softcapping`; None for most families
+    # sampling temperature of the responses; 1 for data that was not sampled
     temperature: float = 1.0
 
     @classmethod

@@ -38,19 +38,13 @@ four times the rounding of bf16 and fp16, to allow for all layers; more for fp32
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Results to compute for each supervised token of a row.
+    """Results to compute for each supervised token of a row."""
 
-    Attributes:
-        temperature: sampling temperature of the log-probabilities.
-        entropy: True to return entropies beside the log-probabilities.
-        states: True to return only the hidden states that the tokens were predicted from.
-        router: True to return the router loss of the row behind the log-probabilities.
-    """
-
-    temperature: float = 1.0
-    entropy: bool = False
+    temperature: float = 1.0  # sampling temperature of the log-probabilities
+    entropy: bool = False  # True to return entropies beside the log-probabilities
+    # True to return only the hidden states that the tokens were predicted from
     states: bool = False
-    router: bool = False
+    router: bool = False  # True to return the router loss of the row behind the log-probabilities
 
 
 PLAIN = TokenOutputs()

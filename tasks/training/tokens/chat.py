@@ -66,15 +66,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Renders and tokenises conversations.
+    """Renders and tokenises conversations."""
 
-    Attributes:
-        tokenizer: a Hugging Face tokenizer with a chat template.
-        ends: token ids that may end a turn.
-    """
-
-    tokenizer: Any
-    ends: frozenset[int]
+    tokenizer: Any  # a Hugging Face tokenizer with a chat template
+    ends: frozenset[int]  # token ids that may end a turn
 
     def encode(self, conversations: Sequence[Turns]) -> list[Tokens | Unfit]:
         """Return token ids and loss marks of each conversation, or the reason it is unfit.

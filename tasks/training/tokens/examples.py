@@ -37,25 +37,16 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Examples:
-    """A tokenised split: E examples of R roles.
+    """A tokenised split: E examples of R roles."""
 
-    Attributes:
-        roles: names of an example's sequences.
-        names: ids of the examples.
-        ids: (tokens,) token ids of all sequences, end to end.
-        bears: (tokens,) 1 for a token that bears loss.
-        bounds: (E * R + 1,) offsets at which sequences begin and end.
-        values: numbers of the examples by name, (E,) or (E, R), float32.
-        counted: (E, R) result of `supervised`, if already known.
-    """
-
-    roles: tuple[str, ...]
-    names: Sequence[str] | NDArray[np.str_]
-    ids: NDArray[np.int32]
-    bears: NDArray[np.uint8]
-    bounds: NDArray[np.int64]
+    roles: tuple[str, ...]  # names of an example's sequences
+    names: Sequence[str] | NDArray[np.str_]  # ids of the examples
+    ids: NDArray[np.int32]  # (tokens,) token ids of all sequences, end to end
+    bears: NDArray[np.uint8]  # (tokens,) 1 for a token that bears loss
+    bounds: NDArray[np.int64]  # (E * R + 1,) offsets at which sequences begin and end
+    # numbers of the examples by name, (E,) or (E, R), float32
     values: Mapping[str, NDArray[np.float32]]
-    counted: NDArray[np.int64] | None = None
+    counted: NDArray[np.int64] | None = None  # (E, R) result of `supervised`, if already known
 
     @classmethod
     def of_texts(

@@ -27,17 +27,11 @@ HELDOUT_ROW = 8
 
 @dataclass(frozen=True)
 class Counts:
-    """Totals over all ranks and rows of a step, by which losses are divided.
+    """Totals over all ranks and rows of a step, by which losses are divided."""
 
-    Attributes:
-        examples: number of examples.
-        supervised: number of tokens that bear loss, per role.
-        tokens: number of all tokens, for the throughput.
-    """
-
-    examples: int
-    supervised: tuple[int, ...]
-    tokens: int
+    examples: int  # number of examples
+    supervised: tuple[int, ...]  # number of tokens that bear loss, per role
+    tokens: int  # number of all tokens, for the throughput
 
     @classmethod
     def of(cls, examples: Examples) -> Counts:

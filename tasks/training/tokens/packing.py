@@ -24,49 +24,32 @@ TRIAL = 48
 
 @dataclass(frozen=True)
 class Bucket:
-    """n sequences of similar length for one attention call; the longest has L tokens.
+    """n sequences of similar length for one attention call; the longest has L tokens."""
 
-    Attributes:
-        gather: (n * L,) positions among the bucket's t tokens. Behind its end a sequence is padded
-            with its first token, which causal attention hides. None if there is no padding.
-        scatter: (t,) positions among the n * L that are not padding; None if there is no padding.
-        length: L.
-        count: t, the number of tokens. Buckets follow each other in the row without gaps.
-    """
-
+    # (n * L,) positions among the bucket's t tokens. Behind its end a sequence is padded with its
+    # first token, which causal attention hides. None if there is no padding
     gather: torch.Tensor | None
+    # (t,) positions among the n * L that are not padding; None if there is no padding
     scatter: torch.Tensor | None
-    length: int
-    count: int
+    length: int  # L
+    count: int  # t, the number of tokens. Buckets follow each other in the row without gaps
 
 
 @dataclass(frozen=True)
 class Row:
-    """A packed row: S sequences of E examples, T tokens. Index tensors are int64.
+    """A packed row: S sequences of E examples, T tokens. Index tensors are int64."""
 
-    Attributes:
-        ids: (1, T) token ids.
-        positions: (1, T) position of each token in its own sequence.
-        wanted: (N,) positions in the row whose next token bears loss.
-        targets: (N,) ids of these next tokens.
-        owner: (N,) number of the sequence of each target.
-        ends: (S,) position in the row of each sequence's last token.
-        examples: (E,) numbers of the examples.
-        values: numbers of the examples by name, (E,) or (E, roles), float32.
-        buckets: sequences that share an attention call, in the order of the row.
-        bounds: (S + 1,) int32, start of each sequence in the order of the row, and T.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    wanted: torch.Tensor
-    targets: torch.Tensor
-    owner: torch.Tensor
-    ends: torch.Tensor
-    examples: torch.Tensor
+    ids: torch.Tensor  # (1, T) token ids
+    positions: torch.Tensor  # (1, T) position of each token in its own sequence
+    wanted: torch.Tensor  # (N,) positions in the row whose next token bears loss
+    targets: torch.Tensor  # (N,) ids of these next tokens
+    owner: torch.Tensor  # (N,) number of the sequence of each target
+    ends: torch.Tensor  # (S,) position in the row of each sequence's last token
+    examples: torch.Tensor  # (E,) numbers of the examples
+    # numbers of the examples by name, (E,) or (E, roles), float32
     values: Mapping[str, torch.Tensor]
-    buckets: tuple[Bucket, ...]
-    bounds: torch.Tensor
+    buckets: tuple[Bucket, ...]  # sequences that share an attention call, in the order of the row
+    bounds: torch.Tensor  # (S + 1,) int32, start of each sequence in the order of the row, and T
 
     @property
     def sequences(self) -> int:

@@ -44,20 +44,15 @@ COUNTED = {
 
 @dataclass
 class Tally:
-    """Account of the samples; `+` adds the accounts of several ranks.
+    """Account of the samples; `+` adds the accounts of several ranks."""
 
-    Attributes:
-        counts: those of `COUNTED`; `fatal` samples, which cannot be used and may not be left out;
-            `too_long`, those of them that are merely too long; `unreadable` ones.
-        lengths: tokens of the longest sequence of each sample that is not unreadable, uncut.
-        left_out: the first samples left out, with reasons.
-        wrong: the first fatal samples, with reasons.
-    """
-
+    # those of `COUNTED`; `fatal` samples, which cannot be used and may not be left out; `too_long`,
+    # those of them that are merely too long; `unreadable` ones
     counts: Counter[str] = field(default_factory=Counter)
+    # tokens of the longest sequence of each sample that is not unreadable, uncut
     lengths: list[int] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # the first samples left out, with reasons
+    wrong: list[str] = field(default_factory=list)  # the first fatal samples, with reasons
 
     def __add__(self, other: Tally) -> Tally:
         """Return the sum of both accounts."""

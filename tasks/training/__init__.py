@@ -12,6 +12,6 @@ its supervised tokens (or scores), a loss into a number that is a part of the wh
     Saver(engine, job, ranks).save(progress); restore(engine, job)   engine/saving
 
 Who calls them: `entry` starts a rank, `run.train_with` loads and writes (`outputs`), `loop.Trainer`
-takes the steps with `passes`, `selection` (best evaluation, early stopping) and `resume`. `job` has
-settings and paths, `memory` the estimate of a plan; both know no torch.
+takes the steps with `passes` and `selection` (best evaluation, early stopping). `job` has settings
+and paths, and knows no torch.
 """

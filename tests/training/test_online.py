@@ -69,6 +69,18 @@ def test_learning_rate_0_changes_nothing(finished: Finished) -> None:
     assert step["entropy"] > 0
 
 
+def test_vllm_samples_from_the_policy_that_is_trained(bench: Bench) -> None:
+    """The second iteration's responses come from the adapter of the first, on one rank."""
+    run = Run(
+        {"iterations": 2, "kl_coef": 0.0}, {"objective": "grpo", "save_steps": 0},
+        {"engine": "vllm", "max_new_tokens": 8}, base="chatty",
+    )  # fmt: skip
+    job = bench.job("vllm", run, launch=Launch(nproc=1, threads=1))
+    steps = bench.start([job], ranks=1)["vllm"]
+    assert steps[0]["approx_kl"] > 1e-3  # the first step moves the policy
+    assert max(step["mismatch/mean_abs"] for step in steps) < 1e-4  # and vLLM has moved with it
+
+
 def test_an_environment_of_several_turns(finished: Finished) -> None:
     """The trainer's log-probabilities are those of sampling: it reads the same observations."""
     steps = finished.steps["game"]

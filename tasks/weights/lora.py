@@ -267,7 +267,7 @@ def _same(source: Tensors, key: str, of: str) -> bool:
     if (tuple(copy.shape), copy.dtype) != (tuple(original.shape), original.dtype):
         return False
     pairs = zip(_blocks(source, key), _blocks(source, of), strict=True)
-    return all(np.array_equal(one, other) for one, other in pairs)
+    return all(np.array_equal(*pair) for pair in pairs)
 
 
 def _blocks(source: Tensors, key: str) -> Iterator[NDArray[np.uint8]]:

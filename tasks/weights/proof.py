@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import sqrt
 from pathlib import Path
@@ -215,54 +215,66 @@ _PACKED, _PACKED_SCALE_ERROR = 64, 0.08
 
 
 @dataclass
+class Fit:
+    """What is left along a direction, as a factor of it: sums over the elements of a tensor."""
+
+    norm: float = 0.0  # squared norm of the direction
+    inner: float = 0.0  # inner product of what is left with it
+    spread: float = 0.0  # sum of the squared products of both
+
+    def add(self, direction: Array, left: Array) -> None:
+        """Add the sums of one block."""
+        self.norm += float(np.vdot(direction, direction))
+        self.inner += float(np.vdot(left, direction))
+        self.spread += float(np.square(left * direction).sum())
+
+    @property
+    def factor(self) -> float:
+        """Factor of the direction that is left; 0 without a direction."""
+        return self.inner / self.norm if self.norm else 0.0
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the factor."""
+        return sqrt(self.spread) / self.norm if self.norm else 0.0
+
+    def __add__(self, other: Fit) -> Fit:
+        spread = self.spread + other.spread
+        return Fit(self.norm + other.norm, self.inner + other.inner, spread)
+
+
+@dataclass
 class Sums:
-    """Counts and sums over a tensor: base W, exact change D, wanted values, merged values Q."""
+    """Comparison of a tensor: base W, exact change D times a factor, merged values Q."""
 
     elements: int = 0
     beyond: int = 0  # elements further from the wanted value than rounding explains
     same: bool = True  # every element equals the base's, rounded
-    energy: float = 0.0  # squared norm of the change after rounding to nearest
-    error: float = 0.0  # inner product of the difference from it with that change
-    spread: float = 0.0  # sum of the squared products of both
-    update: float = 0.0  # squared norm of D
-    kept: float = 0.0  # `<Q - W, D>`
-    scatter: float = 0.0  # sum of the squared products of D and of what Q gained more than wanted
+    exact: Fit = field(default_factory=Fit)  # Q - W - D, along the exact change
+    nearest: Fit = field(default_factory=Fit)  # along the change after rounding to nearest
 
     @property
     def kept_share(self) -> float:
         """Share of the exact change that the merged values keep; 1 without a change."""
-        return self.kept / self.update if self.update else 1.0
-
-    def left(self, scale: float = 1.0) -> list[tuple[float, float]]:
-        """Return what is left of the change and its noise, to nearest and without bias."""
-        if not self.update:
-            return [(0.0, 0.0)]
-        left = [(self.kept_share - scale, sqrt(self.scatter) / self.update)]
-        if self.energy:
-            left.append((self.error / self.energy, sqrt(self.spread) / self.energy))
-        return left
+        return 1.0 + self.exact.factor
 
     @property
     def closest(self) -> tuple[float, float]:
         """Factor on the change and its noise under the rounding that explains more."""
-        left, noise = min(self.left(), key=lambda pair: abs(pair[0]) - SIGMAS * pair[1])
-        return 1.0 + left, noise
+        fits = [fit for fit in (self.exact, self.nearest) if fit.norm] or [self.exact]
+        fit = min(fits, key=lambda each: abs(each.factor) - SIGMAS * each.noise)
+        return 1.0 + fit.factor, fit.noise
 
     def is_right(self, margin: float) -> bool:
         """Return True if rounding, to nearest or without bias, explains every difference."""
         factor, noise = self.closest
         return not self.beyond and abs(factor - 1.0) <= margin + SIGMAS * noise
 
-    def explain(self, scale: float) -> bool:
-        """Return True if a mistake explains the tensor, and nothing of the change is left."""
-        return self.beyond <= _EXCEPT * self.elements and any(
-            abs(left) <= SCALE_MARGIN + SIGMAS * noise for left, noise in self.left(scale)
-        )
-
-    def __add__(self, other: Sums) -> Sums:
-        names = [each.name for each in fields(self) if each.name != "same"]
-        added = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return Sums(**added, same=self.same and other.same)
+    def explain(self) -> bool:
+        """Return True if the mistake that it was compared with explains the tensor."""
+        factor, noise = self.closest
+        fits = abs(factor - 1.0) <= SCALE_MARGIN + SIGMAS * noise
+        return fits and self.beyond <= _EXCEPT * self.elements
 
 
 @dataclass(frozen=True)
@@ -331,7 +343,8 @@ def prove_merge(
     for op, verdict in zip(wanted, verdicts, strict=True):
         right = verdict.state is State.RIGHT and verdict.touched and not verdict.dequantized
         if right and verdict.sums is not None and not _is_dora(op):
-            total += verdict.sums
+            total.exact += verdict.sums.exact
+            total.nearest += verdict.sums.nearest
     return Proof(verdicts, *total.closest, total.kept_share)
 
 
@@ -373,7 +386,7 @@ def _diagnosis(op: Op, sources: Sources, values: Values, sums: Sums) -> tuple[St
     if op.terms and abs(sums.kept_share - 1.0) > SCALE_MARGIN:
         guesses.append((sums.kept_share, False))
     for scale, packed in guesses:
-        if compare(op, sources, values, scale=scale, packed=packed).explain(scale):
+        if compare(op, sources, values, scale=scale, packed=packed).explain():
             return _state_of(scale), scale, packed
     return State.CHANGED, 1.0, False
 
@@ -440,14 +453,8 @@ def compare(
         sums.elements += values.size
         sums.same = sums.same and np.array_equal(values, near)
         if touched:
-            gained = np.nan_to_num(values - base)
-            sums.update += float(np.vdot(block.change, block.change))
-            sums.kept += float(np.vdot(gained, block.change))
-            sums.scatter += float(np.square((gained - change) * block.change).sum())
-            moved, error = nearest - near, np.nan_to_num(values - nearest)
-            sums.energy += float(np.vdot(moved, moved))
-            sums.error += float(np.vdot(error, moved))
-            sums.spread += float(np.square(error * moved).sum())
+            sums.exact.add(block.change, np.nan_to_num(values - base) - change)
+            sums.nearest.add(nearest - near, np.nan_to_num(values - nearest))
         wanted = nearest if exact or not touched else base + change
         at = ~(values == wanted)
         if at.any():

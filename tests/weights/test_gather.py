@@ -163,14 +163,6 @@ def test_inputs_that_are_not_a_run_of_this_base_are_refused(
     assert list(out.iterdir()) == []
 
 
-def test_drift_beyond_rounding_fails_the_stage(run_copy, llama: Artifact, out) -> None:
-    alter_ranks(run_copy, 3, [0], _scale("", 1.25))
-    report = _gather(out, run_copy, llama, Here())
-    assert failed(report.checks)[0] == "drift from the trained model"
-    assert report.drift is not None
-    assert report.drift.mean_kl > 1e-5
-
-
 class OnCpu(Here):
     """Measure on the CPU what was trained elsewhere, and keep the device that was asked for."""
 

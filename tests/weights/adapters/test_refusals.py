@@ -63,6 +63,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"modules_to_save": ["lm_head"]},
     {"trainable_token_indices": [5]},
     {"trainable_token_indices": {"wte": [1]}},
+    {"trainable_token_indices": {"model.norm": [1]}},  # no embedding
     {"target_parameters": ["o_proj.weight"]},
     {"use_dora": True, "target_parameters": ["o_proj.weight"]},
     {"target_parameters": ["q_proj.weight"]},  # changed twice

@@ -25,13 +25,7 @@ from tasks.weights.lora import read_adapter
 from tasks.weights.perform import Perform, perform
 from tasks.weights.proof import recompute, recomputed_check
 from tasks.weights.write import write
-from tasks.weights.written import (
-    kept_checks,
-    merge_metrics,
-    rounding_notes,
-    unchanged,
-    values_read,
-)
+from tasks.weights.written import rounding_kept, unchanged, values_read
 
 
 def merge(
@@ -64,6 +58,7 @@ def merge(
     if warning := unchanged(done):
         log.warning("merge: %s", warning)
     limit = PROFILES["standard"] if measuring is None else measuring.limit
+    checks, kept, rounding = rounding_kept(plan, done, limit.kept)
     recomputed = recomputed_check(perform(recompute, plan, sources, read_checkpoint(out)))
     notes = {"merge_base": choice.as_json(), **({"adapters": dict(weights)} if weights else {})}
     return stage_report(
@@ -71,10 +66,10 @@ def merge(
         out,
         plan,
         done,
-        [*values_read(plan, done), *kept_checks(plan, done, limit.kept), recomputed],
+        [*values_read(plan, done), *checks, recomputed],
         measuring=None if measuring is None else replace(measuring, cause=_cause(choice)),
-        metrics=merge_metrics(plan, done),
-        notes={**rounding_notes(plan, done), **notes},
+        metrics={"folded": float(folded), **kept},
+        notes={**rounding, **notes},
     )
 
 

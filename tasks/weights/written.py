@@ -113,17 +113,19 @@ def unchanged(done: Executed) -> str:
     )
 
 
-def kept_checks(plan: Plan, done: Executed, least: float) -> list[Check]:
-    """Check that rounding kept the adapter's update; none if no tensor was changed.
+def rounding_kept(
+    plan: Plan, done: Executed, least: float
+) -> tuple[list[Check], dict[str, float], dict[str, Any]]:
+    """Return a check, metrics and notes of what rounding kept of the update; empty if unchanged.
 
     Unbiased rounding keeps it on average, so only its random part is reported; the recomputed rows
     prove it. `least` is the share of the update that rounding to nearest has to keep.
     """
     shares = done.kept()
     if shares is None:
-        return []
+        return [], {}, {}
     kept, nearest = shares
-    unbiased = _is_unbiased(plan)
+    unbiased = any(op.unbiased for op in plan.ops)
     text = f"{kept:.1%}" + (f"; nearest would keep {nearest:.1%}" if unbiased else "")
     if kept < _NAMED:
         by_tensor = {n: each.kept / each.update for n, each in done.changed.items() if each.update}
@@ -134,27 +136,8 @@ def kept_checks(plan: Plan, done: Executed, least: float) -> list[Check]:
         "the same format; or convert.dtype=float32"
     )
     ok = unbiased or kept >= least
-    return [Check("kept of the update", f">= {least:.0%}", text, ok=ok, hint=hint)]
-
-
-def rounding_notes(plan: Plan, done: Executed) -> dict[str, Any]:
-    """Return the rounding of a merge and what it kept, for the manifest; {} if none was needed."""
-    shares = done.kept()
-    if shares is None:
-        return {}
-    kept = {"kept": round(shares[0], 5), "nearest_would_keep": round(shares[1], 5)}
-    return {"rounding": {**described("unbiased" if _is_unbiased(plan) else "nearest"), **kept}}
-
-
-def merge_metrics(plan: Plan, done: Executed) -> dict[str, float]:
-    """Return counts of all and of changed tensors, and what rounding kept."""
-    folded = float(sum(bool(op.terms) for op in plan.ops))
-    counts = {"tensors": float(len(plan.ops)), "folded": folded}
-    shares = done.kept()
-    return counts if shares is None else {
-        **counts, "kept": shares[0], "nearest_would_keep": shares[1]
-    }  # fmt: skip
-
-
-def _is_unbiased(plan: Plan) -> bool:
-    return any(op.unbiased for op in plan.ops)
+    check = Check("kept of the update", f">= {least:.0%}", text, ok=ok, hint=hint)
+    numbers = {"kept": kept, "nearest_would_keep": nearest}
+    how = described("unbiased" if unbiased else "nearest")
+    notes = {"rounding": how | {name: round(share, 5) for name, share in numbers.items()}}
+    return [check], numbers, notes

@@ -28,7 +28,6 @@ from tasks.weights.files.names import without_wrappers
 from tasks.weights.files.reader import ADAPTER, read_checkpoint, weight_files
 from tasks.weights.files.tensors import Reader, Tensor, Tensors
 from tasks.weights.lora_config import AdapterConfig, parse_config
-from tasks.weights.mapping import Shape
 from tasks.weights.model import Model, model_facts
 from tasks.weights.pairing import Pairing, Piece, pair_by_names
 from tasks.weights.pickled.torch_file import read_state
@@ -83,8 +82,6 @@ class Changes:
     terms: dict[str, list[Term]] = field(default_factory=dict)  # by live name, in order
     # Tensor of an adapter that replaces the base's, by live name
     replacements: dict[str, str] = field(default_factory=dict)
-    # Shape of replacements with another number of rows, by live name
-    shapes: dict[str, Shape] = field(default_factory=dict)
     # Live names that were tied and have to be stored separately from now on. Without a replacement
     # or terms, such a tensor is a copy of the base tensor that it was tied to. A change of any
     # other tied tensor applies to all its names and is listed under the stored name.
@@ -117,9 +114,8 @@ def changes(adapters: Sequence[tuple[Adapter, float]], model: Model) -> Changes:
             for name in _stored_names(piece, model, untied):
                 if name in earlier and (piece.stored or name in total.replacements):
                     total.findings.append(f"{name}: replaced by one adapter, changed by another")
-                _add(total, name, piece, adapter, weight, model)
+                _add(total, name, piece, adapter, weight)
     total.unties = tuple(sorted(untied & set(model.ties)))
-    _check_rows(total, model)
     return total
 
 
@@ -150,21 +146,14 @@ def _stored_names(piece: Piece, model: Model, untied: Collection[str]) -> list[s
     return [name] if piece.alone else sorted(model.partners(name))
 
 
-def _add(
-    total: Changes, name: str, piece: Piece, adapter: Adapter, weight: float, model: Model
-) -> None:
+def _add(total: Changes, name: str, piece: Piece, adapter: Adapter, weight: float) -> None:
     """Add one piece under a name, with operands that name the adapter."""
     if weight != 1 and (piece.stored or isinstance(piece.term, Rows)):
         total.findings.append(
             f"{name}: is stored as a full tensor, so weight {weight} cannot scale it"
         )
     if piece.stored:
-        source = f"{adapter.name}:{piece.stored}"
-        total.replacements[name] = source
-        of_disk = (slot.shape for slot in model.slots if slot.key == name)
-        shape = model.parameters.get(name) or next(of_disk)
-        if source in total.operands and tuple(total.operands[source].shape) != shape:
-            total.shapes[name] = tuple(total.operands[source].shape)
+        total.replacements[name] = f"{adapter.name}:{piece.stored}"
     if piece.term is None:
         return
     term, before = _bound(piece.term, adapter.name, weight), total.terms.setdefault(name, [])
@@ -188,16 +177,6 @@ def _bound(term: Term, adapter: str, weight: float) -> Term:
     if not isinstance(term, Rows):
         bound["scale"] = term.scale * weight
     return replace(term, **bound)
-
-
-def _check_rows(total: Changes, model: Model) -> None:
-    """Check that both embeddings have the same number of rows."""
-    modules = (model.input_embedding, model.output_embedding)
-    names = (name for module in modules for name in model.partners(f"{module}.weight"))
-    rows = {total.shapes[name][0] for name in names if name in total.shapes}
-    if len(rows) > 1:
-        sizes = " and ".join(map(str, sorted(rows)))
-        total.findings.append(f"input and output embedding need equal rows, but have {sizes}")
 
 
 def adapter_contract(base: Path, adapter_config: Path, dtype: str = "BF16") -> list[Expected]:

@@ -93,7 +93,7 @@ def plan_merge(
         {**changes.dropped, **replaced},
         untied=tuple(model.aliases[alias] for alias in changes.unties),
         copied=tuple(merging.copied),
-        rows=max((shape[0] for shape in changes.shapes.values()), default=None),
+        rows=max(merging.rows, default=None),
     )
 
 
@@ -198,6 +198,7 @@ class _Merging:
         findings: everything that is wrong.
         replaced: source in the base -> source in an adapter that replaces it.
         copied: keys that store a replaced tensor a second time, since they stay tied.
+        rows: numbers of rows of embeddings that grew.
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class _Merging:
         self.findings: list[str] = []
         self.replaced: dict[str, str] = {}
         self.copied: list[str] = []
+        self.rows: set[int] = set()
 
     def ops(self) -> Iterator[Op]:
         """Yield an operation for each tensor of the base, then those for untied tensors."""
@@ -229,6 +231,9 @@ class _Merging:
             yield self._op(key, of_key)
         self.findings += [f"{key}: not in the base" for key in slots]
         yield from self._stored_apart()
+        if len(self.rows) > 1:
+            sizes = " and ".join(map(str, sorted(self.rows)))
+            self.findings.append(f"input and output embedding need equal rows, but have {sizes}")
         if not self.model.findings:  # these findings would only repeat them
             self.findings += [
                 f"{name}: changed by the adapter, but no tensor of the base contains it"
@@ -296,16 +301,17 @@ class _Merging:
         source = self.changes.replacements.get(name)
         if source is not None:
             self.replaced[op.source] = source
-            shape = self.changes.shapes.get(name)
-            if shape is not None and not slot.is_renamed:
-                self.findings.append(
-                    f"{slot.live}: has another size, but the base stores it in parts"
-                )
+            replaced, shape = self.changes.operands[source], op.shape
+            if tuple(replaced.shape) != slot.live_shape:  # an embedding that grew
+                shape = tuple(replaced.shape)
+                self.rows.add(shape[0])
+                if not slot.is_renamed:
+                    self.findings.append(f"{slot.live}: grew, but the base stores it in parts")
             op = replace(
                 op,
-                shape=shape or op.shape,
+                shape=shape,
                 source=source,
-                source_dtype=self.changes.operands[source].dtype,
+                source_dtype=replaced.dtype,
                 start=slot.start,
                 transpose=slot.transpose,
                 packed=None,

@@ -340,13 +340,6 @@ def module_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*((prefix,) if isinstance(prefix, str) else ()), *HEAD_MODULES)))
 
 
-def wrapped_class(adapter_config: Mapping[str, Any]) -> str:
-    """Return the class that peft wrapped; "" if not recorded (peft does so without a task type)."""
-    auto_mapping = adapter_config.get("auto_mapping")
-    name = auto_mapping.get("base_model_class") if isinstance(auto_mapping, Mapping) else None
-    return name if isinstance(name, str) else ""
-
-
 def _absence(signs: list[str], lora_on: str, layered: str) -> str:
     """Return the reason why a folder that should have a head has none; "" for a language model.
 
@@ -381,8 +374,10 @@ def _signs(folder: HeadFolder) -> Iterator[str]:
             yield f"config.json has {field}"
     if adapter.get("task_type") == "SEQ_CLS":
         yield "adapter_config.json says SEQ_CLS"
-    if _scores(name := wrapped_class(adapter)):
-        yield f"adapter_config.json says that it was trained on a {name}"
+    mapping = adapter.get("auto_mapping")  # peft records the class if it has no task type
+    wrapped = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    if isinstance(wrapped, str) and _scores(wrapped):
+        yield f"adapter_config.json says that it was trained on a {wrapped}"
     for field in ("modules_to_save", "target_modules"):
         modules = adapter.get(field)
         if isinstance(modules, list):

@@ -75,6 +75,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("sft_full", {"merge.base": "dequantized"}, ["merge.base=auto"]),
     ("sft_qlora", {"merge.base": "original"}, ["warning"]),
     ("sft_full", {"model.dtype": "bfloat16", "convert.dtype": "float16"}, ["warning"]),
+    ("sft_full", {"model.dtype": "float16", "convert.dtype": "float16", "zero.stage": 0},
+     ["zero=zero1"]),
     ("sft_qlora", {"train.max_len": 600, "smoke.max_model_len": 256},
      ["smoke.max_model_len=600", "train.max_len=512"]),
     ("sft_qlora", {"force": ["train", "trian"]}, ["force=[train]"]),
@@ -132,10 +134,6 @@ def test_an_invalid_combination_is_answered_with_settings_to_type(
     assert not any("word@" in text for text in texts), "a password"
 
 
-def test_a_reward_source_is_needed_unless_a_step_before_trains_one() -> None:
-    assert findings(settings("grpo", {"reward.function": None}), Path("/"), rewarded=True) == []
-
-
 @given(SIZES, SIZES, SIZES, st.integers(1, 4096), st.integers(1, 2))
 def test_batches_divide_or_the_offered_sizes_do(
     micro: int, nproc: int, nodes: int, size: int, sharing: int
@@ -161,12 +159,6 @@ def test_responses_fill_whole_steps_or_the_offered_sizes_do(p: int, s: int, size
             offered[key] = int(number)
             sizes = offered["rl.rollout_batch_size"], s, offered["train.global_batch_size"]
             assert list(online.steps(*sizes)) == []
-
-
-def test_float16_needs_zero() -> None:
-    (finding,) = machine.dtypes("float16", "bfloat16", 0)
-    assert finding.what == "model.dtype"
-    assert list(machine.dtypes("float16", "float16", 1)) == []
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

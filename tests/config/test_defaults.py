@@ -12,7 +12,6 @@ from flows.chain.steps import chain_steps, compose
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
 from flows.cli.plan import check
-from flows.cli.vocabulary import CONF, experiments
 from tasks.config.defaults import ONLINE, RATES, default
 from tests.machines import with_gpus
 
@@ -67,11 +66,7 @@ def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "experiment",
-    [
-        name if name == "qlora" else pytest.param(name, marks=pytest.mark.slow)
-        for name in experiments(CONF)
-        if "/" not in name
-    ],
+    ["qlora", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dpo", "grpo", "ppo_full"))],
 )
 def test_no_number_of_the_embedded_model_reaches_another(experiment: str) -> None:
     arguments = [f"+exp={experiment}", *MINE]
@@ -133,15 +128,13 @@ def test_optimizer_states_of_full_fine_tuning_are_offloaded_on_gpus(
         "zero.offload_optimizer": "none", "train.device": "auto",
     }  # fmt: skip
     with_gpus(monkeypatch, 8)
-    assert default("rollout.offload_trainer", known(**usual)).value is True
-    for key, value in (
-        ("train.device", "cpu"), ("peft.kind", "lora"), ("rollout.engine", "server"),
-        ("zero.stage", 0), ("zero.offload_optimizer", "cpu"),
+    for key, value, wanted in (
+        ("zero.stage", 3, True), ("train.device", "cpu", False), ("peft.kind", "lora", False),
+        ("rollout.engine", "server", False), ("zero.stage", 0, False),
+        ("zero.offload_optimizer", "cpu", False),
     ):  # fmt: skip
         facts = known(**{**usual, key: value})
-        assert default("rollout.offload_trainer", facts).value is False, key
-    with_gpus(monkeypatch, 0)
-    assert default("rollout.offload_trainer", known(**usual)).value is False
+        assert default("rollout.offload_trainer", facts).value is wanted, key
 
 
 def test_the_dtype_is_what_the_machine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,24 +152,3 @@ def test_the_dtype_is_what_the_machine_computes(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("tasks.core.machine._cpu_flags", lambda flag=flag: frozenset({flag}))
         facts = {"train.device": "auto", "train.nproc": 2, "model.parameters": parameters}
         assert default("model.dtype", known(**facts)).value == wanted, (isa, flag, gpus)
-
-
-PAPERS: dict[str, tuple[float, float, float, str, str, bool]] = {
-    # clip below, clip above, KL coefficient, estimator, its place, whitened; docs/online-rl.md
-    "ppo": (0.2, 0.2, 0.05, "k1", "reward", True),
-    "grpo": (0.2, 0.28, 0.0, "k3", "loss", False),
-    "dapo": (0.2, 0.28, 0.0, "k3", "loss", False),
-    "dr_grpo": (0.2, 0.2, 0.0, "k3", "loss", False),
-    "rloo": (0.2, 0.2, 0.01, "k1", "reward", False),
-    "reinforce_pp": (0.2, 0.2, 0.01, "k1", "reward", False),
-    "reinforce_pp_baseline": (0.2, 0.2, 0.01, "k2", "loss", False),
-    "gspo": (0.0003, 0.0004, 0.0, "k3", "loss", False),
-}
-
-
-def test_defaults_of_an_algorithm_are_those_of_its_paper() -> None:
-    names = ("clip_low", "clip_high", "kl_coef", "kl_estimator", "kl_in", "whiten")
-    for algorithm, values in PAPERS.items():
-        facts = known(**{"train.objective": algorithm})
-        assert tuple(default(f"rl.{name}", facts).value for name in names) == values, algorithm
-    assert set(PAPERS) == set(ONLINE)

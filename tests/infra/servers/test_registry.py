@@ -12,7 +12,7 @@ from tasks.pipeline.artifact import Artifact, Origin, publish
 from tasks.pipeline.report import RegisteredModel
 from tasks.tracking.mlflow_server import Server
 from tests.audit.making import make_model
-from tests.infra.servers.site import Site
+from tests.infra.servers.conftest import Site
 
 
 @pytest.fixture

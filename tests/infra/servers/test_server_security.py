@@ -2,86 +2,70 @@
 
 from __future__ import annotations
 
-import http.client
 import json
+import os
+import re
 import stat
-from base64 import b64encode
+import subprocess
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
-from flows.servers.services import Api, client_settings
-from tests.infra.servers.site import Site
+from flows.servers.services import client_settings
+from tests.infra.servers.conftest import Site
 
 pytestmark = pytest.mark.slow
 EVIL = "http://evil.example"
 
 
-def status(port: int, method: str, path: str, body: Any = None, **headers: str) -> int:
-    """Send a request with these headers, as a browser would. Returns the HTTP status."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    sent = {name.replace("_", "-"): value for name, value in headers.items()}
-    try:
-        connection.request(method, path, json.dumps(body) if body is not None else None, sent)
-        return connection.getresponse().status
-    finally:
-        connection.close()
-
-
-def basic_auth(auth: str) -> str:
-    return f"Basic {b64encode(auth.encode()).decode()}"
-
-
-def own_page(site: Site) -> dict[str, str]:
-    """Return the headers of a request from the server's own page after its login."""
-    origin = f"http://127.0.0.1:{site.services.prefect_port}"
-    return {"Origin": origin, "Authorization": basic_auth(site.services.auth)}
-
-
-def test_only_the_owner_can_read_the_login(site: Site) -> None:
-    path = site.services.home / "prefect.env"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    settings = client_settings(site.services.home)
+def test_other_users_can_read_nothing(site: Site) -> None:
+    runs, settings = site.services.runs, client_settings(site.services.home)
+    assert stat.S_IMODE((site.services.home / "prefect.env").stat().st_mode) == 0o600
+    assert stat.S_IMODE(site.services.home.stat().st_mode) == 0o700
     assert settings["PREFECT_API_URL"] == site.services.prefect.url
     assert len(settings["PREFECT_API_AUTH_STRING"]) > 40
-    commands = Path("/proc").glob("[0-9]*/cmdline")
-    text = b"".join(read_if_there(path) for path in commands)
-    assert settings["PREFECT_API_AUTH_STRING"].encode() not in text
-
-
-def read_if_there(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def test_prefect_wants_the_login(site: Site) -> None:
-    port = site.services.prefect_port
-    path = f"/api/deployments/{site.deployment('rlhf-qlora')['id']}/create_flow_run"
-    assert status(port, "POST", path, {}) in (401, 403)
-    assert status(port, "GET", "/api/csrf-token?client=x") == 401
-    assert status(port, "GET", "/api/admin/version", Authorization=basic_auth("a:b")) == 401
-    assert status(port, "GET", "/api/admin/version", **own_page(site)) == 200
-    page = Api(site.services.prefect.url.removesuffix("/api")).get("/ui-settings")
-    assert (page["auth"], page["csrf_enabled"]) == ("BASIC", True)  # so it asks for the login
-
-
-def test_a_page_of_another_site_cannot_use_prefect(site: Site) -> None:
-    """It has neither login nor CSRF token, and its browser shows it no answer."""
-    port = site.services.prefect_port
-    path = f"/api/deployments/{site.deployment('rlhf-qlora')['id']}/create_flow_run"
-    foreign = own_page(site) | {"Origin": EVIL}
-    assert status(port, "POST", path, {}, **foreign) == 403, "no token"
-    assert status(port, "OPTIONS", path, Access_Control_Request_Method="POST", Origin=EVIL) == 400
-    assert status(port, "GET", "/api/admin/version", Origin=EVIL) == 401, "no login"
-
-
-def test_other_users_can_read_nothing(site: Site) -> None:
-    runs = site.services.runs
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert settings["PREFECT_API_AUTH_STRING"].encode() not in path.read_bytes()
     folders = [runs / name for name in ("prefect", "mlflow", "logs", "reports", "services")]
     paths = [p for folder in folders for p in folder.rglob("*") if not p.is_symlink()]
     assert {"mlflow.db", "worker.log"} <= {path.name for path in paths}
     assert [path for path in paths if path.stat().st_mode & 0o077] == []
+
+
+def test_prefect_wants_the_login_and_a_token(site: Site) -> None:
+    """A page of another site has neither, and its browser shows it no answer."""
+    api, path = site.services.prefect, f"/deployments/{site.deployment('rlhf-qlora')['id']}"
+    login = tuple(api.auth.split(":"))
+    for method, place, headers, auth, statuses in (
+        ("POST", f"{path}/create_flow_run", {}, None, (401, 403)),
+        ("GET", "/csrf-token?client=x", {}, None, (401,)),
+        ("GET", "/admin/version", {}, ("a", "b"), (401,)),
+        ("GET", "/admin/version", {}, login, (200,)),
+        ("GET", "/admin/version", {"Origin": EVIL}, None, (401,)),
+        ("POST", f"{path}/create_flow_run", {"Origin": EVIL}, login, (403,)),
+        ("OPTIONS", f"{path}/create_flow_run",
+         {"Origin": EVIL, "Access-Control-Request-Method": "POST"}, None, (400,)),
+    ):  # fmt: skip
+        body = {} if method == "POST" else None
+        answer = httpx.request(method, api.url + place, json=body, headers=headers, auth=auth)
+        assert answer.status_code in statuses, (method, place, headers)
+
+
+def test_the_printed_command_starts_a_run(site: Site) -> None:
+    """Typed on any terminal: in another folder, with nothing of `make` in the environment."""
+    printed = site.require("deploy").splitlines()[-1].removeprefix("start").strip()
+    assert '["+exp=qlora"]' in printed
+    typed = printed.replace('["+exp=qlora"]', json.dumps(site.overrides()))
+    started = subprocess.run(
+        ["bash", "-c", typed],
+        cwd="/", env={"HOME": str(site.services.runs), "PATH": os.environ["PATH"]},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert started.returncode == 0, started.stdout + started.stderr
+    (run_id,) = re.findall(r"UUID: (\S+)", started.stdout)
+    run = site.finished_run(run_id)
+    assert run["state_type"] == "COMPLETED", run["state"]
+    assert run["parameters"] == {"overrides": site.overrides(), "tag": "manual"}

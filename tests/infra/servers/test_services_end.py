@@ -12,7 +12,7 @@ import pytest
 from flows.servers.services import record_of
 from infra.servers.services import NAMES
 from tasks.pipeline.locks import hold
-from tests.infra.servers.site import Site
+from tests.infra.servers.conftest import Site
 
 pytestmark = pytest.mark.slow
 

@@ -22,17 +22,13 @@ class Section:
 
 
 def read_section(kind: type[T], values: Mapping[str, Any], name: str) -> T:
-    """Return a section of the configuration as its dataclass.
+    """Return a section of the configuration as its dataclass; lists become tuples.
 
-    Args:
-        kind: the dataclass; fields that are dataclasses are read likewise.
-        values: by field; lists become tuples.
-
-    Raises:
-        ConfigError: the section has no such key.
+    Fields that are dataclasses are read likewise. Raises ConfigError for an unknown key.
     """
-    refuse_unknown(kind, values, name)
     types = get_type_hints(kind)
+    if unknown := sorted(set(values) - {f.name for f in fields(kind)}):  # type: ignore[arg-type]
+        raise ConfigError(f"{name}.{unknown[0]} is not a setting of this section")
     return kind(**{key: _read(types[key], value, f"{name}.{key}") for key, value in values.items()})
 
 
@@ -40,15 +36,3 @@ def _read(kind: Any, value: Any, name: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, Mapping):
         return read_section(kind, value, name)
     return tuple(value) if isinstance(value, list) else value
-
-
-def refuse_unknown(kind: type[Any], values: Mapping[str, Any], section: str) -> None:
-    """Raise ConfigError if a key is not a field of the dataclass."""
-    known = {f.name for f in fields(kind)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(
-            f"{section}.{unknown[0]} is not a setting of this section",
-            details=[f"{section}.{name}" for name in unknown],
-            hint=f"{section} knows: {', '.join(sorted(known))}",
-        )

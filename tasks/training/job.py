@@ -28,7 +28,7 @@ from tasks.config.learning import (
     Zero,
 )
 from tasks.config.online import Rollout
-from tasks.config.section import read_section, refuse_unknown
+from tasks.config.section import read_section
 from tasks.core.redaction import redact
 
 __all__ = [
@@ -102,7 +102,6 @@ class Settings(Probes, Checkpoints, Steps, Goal, Loading):
             name: {f.name: flat.pop(f.name) for f in fields(kind) if f.name in flat}
             for name, kind in _GROUPS.items()
         }
-        refuse_unknown(cls, flat, "train")
         loading = {f.name: model[f.name] for f in fields(Loading) if f.name in model}
         sections = {
             "peft": read_section(Peft, peft, "peft"),

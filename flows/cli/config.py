@@ -21,7 +21,7 @@ from flows.cli.composed import Composed, resolve
 from flows.cli.vocabulary import CONF, Problem, Vocabulary, unknown_key
 from tasks.config import Rlhf
 from tasks.config.after_training import Deliver
-from tasks.config.checks.model import look
+from tasks.config.checks.model import look_at
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.core.errors import ConfigError
 
@@ -51,8 +51,8 @@ def _toy(value: Any, *others: Any, _root_: DictConfig, _node_: Node) -> Any:
 def _setting(config: DictConfig, key: str) -> Any:
     """Return a setting, or a fact about its base model; the `get` of `tasks/config/defaults.py`."""
     if key in ("model.parameters", "model.context"):
-        kind = _setting(config, "model.kind")
-        known, _ = look(kind, config.model.path, config.model.revision)
+        model = {name: _setting(config, f"model.{name}") for name in ("kind", "path", "revision")}
+        known, _ = look_at(model)
         return getattr(known, key.rpartition(".")[2])
     return OmegaConf.select(config, key)
 

@@ -97,17 +97,17 @@ def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> I
         if parent != section:
             section = parent
             yield ""
-            yield f"{parent}: {section_help(names, parent)}" if parent else "Settings (key=value):"
-        about = f"{setting_help(key, names)} ({names.kind(key)})".strip()
-        yield from _entry(f"{key}={setting_value(config, key)}", about)
+            yield f"{parent}: {_section_help(names, parent)}" if parent else "Settings (key=value):"
+        about = f"{_setting_help(key, names)} ({names.kind(key)})".strip()
+        yield from _entry(f"{key}={_setting_value(config, key)}", about)
 
 
-def section_help(names: Vocabulary, section: str) -> str:
+def _section_help(names: Vocabulary, section: str) -> str:
     """Return the first paragraph of a section's docstring, in one line."""
     return " ".join((inspect.getdoc(names.type_at(section)) or "").split("\n\n")[0].split())
 
 
-def setting_value(config: DictConfig, key: str) -> str:
+def _setting_value(config: DictConfig, key: str) -> str:
     """Return the value of a setting as it is typed; `<required>` if it has none."""
     if OmegaConf.is_missing(config, key):
         return "<required>"
@@ -117,7 +117,7 @@ def setting_value(config: DictConfig, key: str) -> str:
     return written(value) if not isinstance(value, dict) else str(value or "{}")
 
 
-def setting_help(key: str, names: Vocabulary) -> str:
+def _setting_help(key: str, names: Vocabulary) -> str:
     """Return the help of a setting: the comment behind its field."""
     parent, _, name = key.rpartition(".")
     return next((t[name] for t in map(_comments, names.type_at(parent).__mro__) if name in t), "")

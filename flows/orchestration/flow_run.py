@@ -161,7 +161,6 @@ class FlowRun:
         """Run the stages inside a tracked run. Returns the summary."""
         settings, text = self.composed.recorded, self.composed.text
         full_disk, tracker = partial(disk_full_named, self.composed.runs), self.mechanism.tracker
-        noted: Exception | None = None
         with self.record:
             try:
                 with full_disk(), tracker.flow(title, settings, text, self._tags()) as run_id:
@@ -171,12 +170,11 @@ class FlowRun:
                         with full_disk():
                             stages(self)
                     except Exception as error:  # MLflow gets the page while its run is open
-                        noted = error
                         self._fail(error)
                         raise
                     self._end("completed")
             except BaseException as error:
-                if error is not noted:
+                if self.summary.status != "failed":
                     self._fail(error)
                 raise
         return asdict(self.summary)

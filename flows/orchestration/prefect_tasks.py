@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.runtime import deployment, flow_run
+from prefect.context import FlowRunContext
+from prefect.runtime import flow_run
 from prefect.states import Completed
 from prefect.utilities.urls import url_for
 
@@ -64,13 +64,8 @@ class PrefectTasks:
 
 def in_deployment() -> bool:
     """Return True within a flow run that a worker started for a deployment."""
-    return _has_deployment(str(flow_run.id))
-
-
-@cache
-def _has_deployment(flow_run_id: str) -> bool:
-    """Ask once: every question is a request to the server."""
-    return deployment.id is not None
+    context = FlowRunContext.get()
+    return bool(context and context.flow_run and context.flow_run.deployment_id)
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Write the pages of the documentation that are made from code; `make docs` runs it.
 
-mkdocs calls the two hooks at the end. What is generated lies in build/site only: settings,
-experiments, numbers of the gate, commands and findings.
+mkdocs calls the two hooks at the end. What is generated lies in build/site only: commands with
+their settings, experiments, numbers of the gate, and findings.
 Pages that lie outside `docs/` (README.md, SECURITY.md and others) become pages of the site too.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import sys
@@ -23,7 +22,7 @@ sys.path.insert(0, str(PROJECT))  # mkdocs imports this file by its path
 from omegaconf import OmegaConf  # noqa: E402
 
 from flows.cli import config, tool  # noqa: E402
-from flows.cli.usage import experiment_line, section_help, setting_help, setting_value  # noqa: E402
+from flows.cli.usage import experiment_line, full  # noqa: E402
 from flows.cli.vocabulary import CONF, EXPERIMENTS, experiments  # noqa: E402
 from tasks.audit import page as findings_page  # noqa: E402
 from tasks.release.gate import NUMBERS  # noqa: E402
@@ -37,32 +36,25 @@ OUTSIDE = {
     "tasks/witness/README.md": "witness.md",
 }
 """Files outside `docs/`, and their pages."""
-PROGRAMS = (*config.SCHEMAS, *tool.TOOLS)
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
-def settings() -> Iterator[str]:
-    """Yield the lines of the page with every setting of every program."""
-    yield "# Settings"
-    yield "\nEach is typed as `key=value`. Defaults are those of a command line with nothing else."
-    for program in PROGRAMS:
-        if program in tool.TOOLS:
-            names = tool.vocabulary(program)
-            values = OmegaConf.create(names.defaults)
-        else:
-            names = config.vocabulary(program)
-            values = config.composed_as_is([], program)
-        yield f"\n## {program}"
-        sections: dict[str, list[str]] = {}
-        for key in names.settings:
-            sections.setdefault(key.rpartition(".")[0], []).append(key)
-        for parent, keys in sections.items():
-            yield f"\n### {program}: {parent or 'top level'}"
-            yield f"\n{section_help(names, parent)}" if parent else ""
-            yield from _head("setting", "default", "values", "meaning")
-            for key in keys:
-                about = names.kind(key), setting_help(key, names).replace("<", "&lt;")
-                yield _row(f"`{key}`", f"`{setting_value(values, key)}`", *about)
+def commands() -> Iterator[str]:
+    """Yield the lines of the page with the help of every command: exit statuses and settings."""
+    yield "# Commands and settings"
+    yield "\n`plumbline <command>` and `python flows/<command>.py` are the same; `train` is `rlhf`."
+    yield "A setting is typed as `key=value`. What to do about an exit status:"
+    yield "[runbook](../runbook.md#exit-statuses)."
+    for program in config.SCHEMAS:
+        values = config.composed_as_is([], program)
+        yield from _block(program, full(config.vocabulary(program), values))
+    for program in tool.TOOLS:
+        names = tool.vocabulary(program)
+        yield from _block(program, full(names, OmegaConf.create(names.defaults)))
+
+
+def _block(title: str, text: str) -> Iterator[str]:
+    yield f"\n## {title}\n\n```text\n{text}\n```"
 
 
 def experiment_pages() -> Iterator[str]:
@@ -78,22 +70,11 @@ def numbers() -> Iterator[str]:
     """Yield the lines of the page with the numbers that a condition of the gate can name."""
     yield "# Numbers of the gate"
     yield "\nConditions on them: [training](../training.md#the-gate)."
-    yield from _head("number", "metric in MLflow", "before training", "measured by")
+    yield "\n" + _row("number", "metric in MLflow", "before training", "measured by")
+    yield "|---|---|---|---|"
     for name, number in NUMBERS.items():
         before = f"`{number.base}`" if number.base else ""
         yield _row(f"`{name}`", f"`{number.key}`", before, ", ".join(number.kinds) or "all")
-
-
-def commands() -> Iterator[str]:
-    """Yield the lines of the page with every command, its usage and its exit statuses."""
-    yield "# Commands and exit statuses"
-    yield "\n`plumbline <command>` and `python flows/<command>.py` are the same; `train` is `rlhf`."
-    yield "What to do about a status: [runbook](../runbook.md#exit-statuses)."
-    for file in sorted((PROJECT / "flows").glob("*.py")):
-        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-        if text and file.name != "__init__.py":
-            name = "plumbline" if file.stem == "program" else file.stem
-            yield f"\n## {name}\n\n```text\n{text}\n```"
 
 
 def findings() -> Iterator[str]:
@@ -101,17 +82,11 @@ def findings() -> Iterator[str]:
     yield findings_page.page()
 
 
-def _head(*titles: str) -> Iterator[str]:
-    yield "\n" + _row(*titles)
-    yield "|" + "---|" * len(titles)
-
-
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 GENERATED = {
-    "reference/settings.md": settings,
     "reference/experiments.md": experiment_pages,
     "reference/numbers.md": numbers,
     "reference/commands.md": commands,
@@ -123,8 +98,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages, and those whose files lie outside `docs/`."""
     for page, lines in GENERATED.items():
         files.append(File.generated(config, page, content="\n".join(lines()) + "\n"))
-    # Commands are up to 120 characters wide and wrap; a setting's name does not.
-    wide = ".md-grid { max-width: 84rem } td:first-child code { white-space: nowrap }"
+    # Commands are up to 120 characters wide and wrap.
+    wide = ".md-grid { max-width: 84rem }"
     wide += " .md-typeset .language-sh pre > code { white-space: pre-wrap }"
     files.append(File.generated(config, "stylesheets/wide.css", content=wide))
     for name, page in OUTSIDE.items():

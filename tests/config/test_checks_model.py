@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,13 @@ from tests.tiny import tiny
 def test_a_model_that_is_neither_a_folder_nor_an_id(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     for path in ("/no/such/folder", "a/b/c", "./nothing", str(tmp_path / "model.gguf")):
-        assert path in model.look("hf", path)[1][0].found
-    assert model.look("hf", None)[1][0].override == "model.path=<folder or hub id>"
-    assert model.look("hf", "owner/name") == (model.Known(), [])
+        assert path in look(path)[1][0].found
+    assert look(None)[1][0].override == "model.path=<folder or hub id>"
+    assert look("owner/name") == (model.Known(), [])
+
+
+def look(path: str | None, revision: str | None = None) -> Any:
+    return model.look_at({"kind": "hf", "path": path, "revision": revision})
 
 
 @pytest.fixture
@@ -39,13 +44,13 @@ def folder(tmp_path: Path) -> Path:
 def test_a_model_folder_and_all_of_its_faults(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     known = model.Known(("a.q_proj",), 6, 99, config, owners=("a.q_proj",))
-    assert model.look("hf", str(folder)) == (known, [])
+    assert look(str(folder)) == (known, [])
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     names = ("config.json", "tokenizer.json")
     for name in names:
         (folder / name).unlink()
-    texts = [finding.found for finding in model.look("hf", str(folder))[1]]
+    texts = [finding.found for finding in look(str(folder))[1]]
     assert [n for n, text in zip((*names, weights.name), texts, strict=True) if n in text] == [
         *names, weights.name,
     ]  # fmt: skip
@@ -57,12 +62,12 @@ def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
     """Defaults, memory and context are computed from it."""
     experts = QWEN_7B | {"num_experts": 8}
     with_hub(monkeypatch, tmp_path, {"owner/seven": QWEN_7B, "owner/experts": experts})
-    known, problems = model.look("hf", "owner/seven")
+    known, problems = look("owner/seven")
     assert problems == []
     assert known.parameters == 7_615_616_512 - 28 * 4_608
     assert (known.context, known.config) == (32768, QWEN_7B)
-    assert model.look("hf", "owner/seven", revision="other") == (model.Known(), [])
-    assert model.look("hf", "owner/experts")[0].parameters is None
+    assert look("owner/seven", revision="other") == (model.Known(), [])
+    assert look("owner/experts")[0].parameters is None
     arguments = ["+exp=sft_qlora", "data.path=rows.jsonl", "train.nproc=1"]
     for name, rate in (("seven", 2e-4), ("absent", 1e-4)):
         composed = compose_config([*arguments, f"model.path=owner/{name}"])

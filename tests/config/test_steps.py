@@ -1,4 +1,4 @@
-"""A chain of several steps: overrides of each step, and its plan."""
+"""A chain of several steps: overrides of each, and its plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from flows.chain import handoff
 from flows.chain.dry_run import DryRun
 from flows.chain.run_chain import _deliver
 from flows.chain.steps import Step, chain_steps, compose
@@ -20,10 +19,7 @@ from tasks.pipeline.locks import FOREVER
 from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Mechanism, Stage
 from tasks.serving.vllm.job import VllmChild
-from tests.config.test_plan import CHAIN, publish_planned
-
-ONLINE_CHAIN = [*CHAIN[:2], "rollout_base", *CHAIN[2:]]
-
+from tests.config.test_plan import CHAIN
 
 RUNS = Path("/nowhere/runs")
 
@@ -34,34 +30,25 @@ def linked(*overrides: str) -> dict[str, Step]:
     return {link.name: link for link in chain_steps(compose(arguments), arguments)}
 
 
-def section(link: Step, name: str) -> dict[str, Any]:
-    values: dict[str, Any] = link.composed.settings[name]
-    return values
-
-
 def test_overrides_of_a_step_win_over_the_runs_and_the_command_line_over_both() -> None:
     chain = linked(
         "steps.ppo.rl.iterations=3", "rl.iterations=7", "train.lr=0.1", "steps.sft.train.lr=0.2",
         "steps.ppo.train.lr=0.3", "steps.ppo.train.lr=0.4",
     )  # fmt: skip
-    assert {name: link.objective for name, link in chain.items()} == {
-        "sft": "sft", "reward": "reward", "ppo": "ppo",
-    }  # fmt: skip
-    assert [section(link, "train")["lr"] for link in chain.values()] == [0.2, 0.1, 0.4]
-    assert section(chain["ppo"], "rl")["iterations"] == 3
+    settings = [link.composed.settings for link in chain.values()]
+    assert list(chain) == [each["train"]["objective"] for each in settings]
+    assert [each["train"]["lr"] for each in settings] == [0.2, 0.1, 0.4]
+    assert settings[2]["rl"]["iterations"] == 3
 
 
 def test_the_model_that_each_step_begins_with() -> None:
-    chain = linked().values()
-    assert [(link.rewarded, link.begins_with is not None) for link in chain] == [
-        (False, False), (False, True), (True, True),
-    ]  # fmt: skip
     composed = compose([])
     composed.settings["steps"] = {"r": ["train=reward"], "a": [], "b": []}
-    turned = chain_steps(composed, [])
-    assert [(link.rewarded, link.begins_with is not None) for link in turned] == [
-        (False, False), (True, False), (True, True),
-    ]  # fmt: skip
+    for steps, wanted in (
+        (list(linked().values()), [(False, False), (False, True), (True, True)]),
+        (chain_steps(composed, []), [(False, False), (True, False), (True, True)]),
+    ):
+        assert [(step.rewarded, step.begins_with is not None) for step in steps] == wanted
 
 
 def test_problems_of_several_steps_are_reported_at_once() -> None:
@@ -81,49 +68,29 @@ def test_the_plan_of_three_steps() -> None:
     places = [text.index(f"step {name}:\n") for name in chain]
     assert places == sorted(places)
     names = {name: [stage for stage, _ in forecast(link)] for name, link in chain.items()}
-    assert names["ppo"] == [stage for stage in ONLINE_CHAIN if stage != "prepare_base"]
     assert names["sft"] == CHAIN
-    (registers,) = [at for at in range(len(text)) if text.startswith("\n  register ", at)]
-    assert registers > places[-1]
-    assert not RUNS.exists()
-
-
-def test_a_stage_of_one_step_is_forced(tmp_path: Path) -> None:
-    runs = f"paths.runs={tmp_path / 'runs'}"
-    composed = compose(["+exp=sft_qlora", runs])
-    publish_planned(composed, "prepare_base", handoff.BASE.kind)
-    publish_planned(composed, "prepare_data", handoff.DATA.kind)
-    for force, state in (("other", "up to date: "), ("sft", "to run (forced): ")):
-        arguments = ["+exp=sft_qlora", runs, f"force=[{force}.prepare_data]"]
-        composed = compose(arguments)
-        composed.settings["steps"] = {"sft": [], "other": []}
-        first, _ = chain_steps(composed, arguments)
-        assert dict(forecast(first))["prepare_data"].startswith(state)
-
-
-class Recorder(DryRun):
-    """A mechanism that runs nothing, and records the input artifacts of each stage."""
-
-    inputs: dict[str, dict[str, str]]
-
-    def run(self, stage: Stage, function: Any, *, inputs: Any, **_: Any) -> StageResult:
-        name = f"{self.step}.{stage.name}"
-        self.inputs[name] = {key: str(artifact.path) for key, artifact in inputs.items()}
-        return StageResult(stage.name, Artifact(stage.kind, Path(name), ""), True, 0, (), None, {})
+    assert names["ppo"] == [CHAIN[0], "rollout_base", *CHAIN[2:]]
+    assert text.count("\n  register ") == 1
+    assert text.index("\n  register ") > places[-1]
 
 
 class Recording:
-    """A mechanism for a whole run that records its steps."""
+    """A mechanism for a whole run that runs nothing, and records the inputs of each stage."""
 
     patience = FOREVER
 
     def __init__(self) -> None:
         self.inputs: dict[str, dict[str, str]] = {}
+        self.name = ""
 
-    def step(self, name: str) -> nullcontext[Recorder]:
-        recorder = Recorder(Path("/nowhere/artifacts"), frozenset(), name)
-        recorder.inputs = self.inputs
-        return nullcontext(recorder)
+    def step(self, name: str) -> Any:
+        self.name = name
+        return nullcontext(self)
+
+    def run(self, stage: Stage, function: Any, *, inputs: Any, **_: Any) -> StageResult:
+        name = f"{self.name}.{stage.name}"
+        self.inputs[name] = {key: str(artifact.path) for key, artifact in inputs.items()}
+        return StageResult(stage.name, Artifact(stage.kind, Path(name), ""), True, 0, (), None, {})
 
 
 def inputs_of(*overrides: str) -> dict[str, dict[str, str]]:

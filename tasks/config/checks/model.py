@@ -43,7 +43,7 @@ TOY = Known(
 
 
 def problems(context: Context) -> Iterator[Finding]:
-    """Yield the problems of the base model, beside those of `look`."""
+    """Yield the problems of the base model, beside those of `look_at`."""
     settings, known = context.settings, context.known
     model, train, data = settings["model"], settings["train"], settings["data"]
     if known.context is not None and train["max_len"] > known.context:
@@ -71,16 +71,12 @@ def problems(context: Context) -> Iterator[Finding]:
         yield Finding("model.kind", value, allowed, "model.path=<folder or hub id>", "warning")
 
 
-def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Known, list[Finding]]:
-    """Return facts about the base model, and problems with it.
+def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
+    """Return facts about the base model of section `model`, and problems with it.
 
     Of a Hugging Face id only config.json is read, from the local cache or the Hub.
-
-    Args:
-        kind: `model.kind`.
-        path: `model.path`, a folder or a Hugging Face id.
-        revision: `model.revision`.
     """
+    kind, path = model["kind"], model["path"]
     if kind == "toy" and not path:
         return TOY, []
     if kind == "toy":
@@ -94,14 +90,9 @@ def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Know
     if folder.is_dir():
         return _read_folder(folder)
     if _HUB_ID.fullmatch(path) and not folder.exists():
-        return _on_hub(path, revision), []
+        return _on_hub(path, model["revision"]), []
     allowed = "give an existing folder, or a Hugging Face id like owner/name"
     return Known(), [_refused(f"no such folder: {path}", allowed)]
-
-
-def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
-    """Return `look` of section `model`."""
-    return look(model["kind"], model["path"], model["revision"])
 
 
 def _on_hub(hub_id: str, revision: str | None) -> Known:

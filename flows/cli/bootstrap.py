@@ -58,7 +58,7 @@ def bootstrap(project: Path, runs: Path) -> None:
     offer(QUIET)
     if level := os.environ.get("PLUMBLINE_LOG_LEVEL"):
         offer({"PREFECT_LOGGING_LEVEL": level})
-    offer({"HF_HOME": str(hugging_face_home(project))})
+    offer({"HF_HOME": str(_hugging_face_home(project))})
     offer({name: str(project / ".cache" / folder) for name, folder in CACHES.items()})
     stay_off_proxies()
     if "PREFECT_API_URL" not in os.environ:
@@ -66,15 +66,11 @@ def bootstrap(project: Path, runs: Path) -> None:
     quiet_logging()
 
 
-def hugging_face_home(project: Path) -> Path:
-    """Return the user's own Hugging Face cache if there is one, else a folder of the project.
-
-    What has been downloaded for another program is not downloaded again.
-    """
+def _hugging_face_home(project: Path) -> Path:
+    """Return the user's own Hugging Face cache if there is one, else a folder of the project."""
     users = "" if "XDG_CACHE_HOME" in _set_here else os.environ.get("XDG_CACHE_HOME")
     own = Path(users or Path.home() / ".cache") / "huggingface"
-    used = (own / "hub").is_dir() or (own / "token").is_file()  # the token of a login
-    return own if used else project / ".cache" / "huggingface"
+    return own if own.is_dir() else project / ".cache" / "huggingface"
 
 
 def prefect_settings(runs: Path) -> dict[str, str]:
@@ -113,13 +109,9 @@ def quiet_logging() -> None:
     clean_logging()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # MLflow logs tracebacks of its database. Its outbox reports the error, in one line.
-    logging.getLogger("mlflow.store.db.utils").addFilter(_nothing)
+    logging.getLogger("mlflow.store.db.utils").addFilter(lambda record: False)
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logging.getLogger(name).addFilter(_without_reports)
-
-
-def _nothing(_: logging.LogRecord) -> bool:
-    return False
 
 
 def _without_reports(record: logging.LogRecord) -> bool:

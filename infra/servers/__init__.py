@@ -2,5 +2,4 @@
 
 services       start and stop the Prefect server, the MLflow server and a worker
 daemon         background processes that outlive their command
-automations    the webhook for failed runs
 """

@@ -182,15 +182,14 @@ class Services:
             self.prefect.call("PATCH", f"/work_pools/{POOL}", settings)
 
     def deploy(self) -> list[str]:
-        """Register the deployments of infra/prefect.yaml, and the alarm, with our server."""
+        """Register the deployments of infra/prefect.yaml with our server."""
         if record_of("prefect", self.home) is None or not self.prefect.answers():
             raise PlumblineError(f"no Prefect server at {self.prefect.url}", hint="make up")
         words = ["--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml"]
         self._run(tool("prefect"), *words)
-        alarm = self._run(sys.executable, "-m", "infra.servers.automations")
         login = shlex.quote(str(self.home / CLIENT_SETTINGS))
         run = f"{shlex.quote(tool('prefect'))} deployment run rlhf/rlhf-qlora"
-        return [*alarm, f"start    . {login} && {run} -p 'overrides=[\"+exp=qlora\"]'"]
+        return [f"start    . {login} && {run} -p 'overrides=[\"+exp=qlora\"]'"]
 
     def _run(self, *argv: str) -> list[str]:
         """Run a command that talks to our server. Returns the lines of its output."""

@@ -50,7 +50,7 @@ def test_all_wrong_overrides_are_reported_at_once() -> None:
         "train.lrr=1", "train.epochs=two", "peft=adalora", "seed=3", "steps.ppo.peft.rnk=4"
     )
     assert [line.rpartition(" -> ")[2] for line in error.details] == [
-        "train.lr=1", "peft=lora or peft=qlora", "steps.ppo.peft.rank=4", "train.epochs=1.0",
+        "train.lr=1", "peft=lora or peft=qlora", "steps.ppo.peft.rank=4", "train.epochs=<a number>",
     ]  # fmt: skip
     bounds = refused("train.lr=-1", "peft.rank=0", "smoke.min_stop_rate=2", "timeouts.merge_s=nan")
     assert [line.partition(":")[0] for line in bounds.details] == [

@@ -35,6 +35,5 @@ def findings(values: dict[str, Any], runs: Path, *, rewarded: bool = False) -> l
         rewarded: True if an earlier step of the chain trains the reward model.
     """
     known, problems = model.look_at(values["model"])
-    rank = memory.memory_of(values, rewarded=rewarded)
-    context = Context(values, known, runs, rank, rewarded=rewarded)
+    context = Context(values, known, runs, rewarded=rewarded)
     return [*problems, *(finding for check in _CHECKS for finding in check.problems(context))]

@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tasks.config.defaults import ONLINE
 from tasks.core import machine
-
-if TYPE_CHECKING:
-    from tasks.config.checks.memory import RankMemory
 
 
 def installed(name: str) -> str:
@@ -57,14 +54,12 @@ class Context:
         settings: the resolved configuration.
         known: facts about the base model.
         runs: `paths.runs`.
-        rank: memory of a rank; None if it is not known.
         rewarded: True if an earlier step of the chain trains the reward model.
     """
 
     settings: dict[str, Any]
     known: Known
     runs: Path
-    rank: RankMemory | None = None
     rewarded: bool = False
 
     @property

@@ -386,7 +386,8 @@ def _online_memory(
 
 def problems(context: Context) -> Iterator[Finding]:
     """Yield what does not fit into the memory of this machine."""
-    rank, settings = context.rank, context.settings
+    settings = context.settings
+    rank = memory_of(settings, rewarded=context.rewarded)
     train, free = settings["train"], machine.available_memory()
     gpu, count = machine.gpu_memory(train["device"]), train["nproc"]
     less = " or ".join(smaller(training_settings(settings)))

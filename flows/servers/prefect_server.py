@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
-from flows.servers.services import AUTH, URL, Api, running_server
+from flows.cli.bootstrap import QUIET, offer, prefect_settings, stay_off_proxies
+from flows.servers.services import AUTH, LOOPBACK, URL, Api, running_server
 from tasks.core.errors import PlumblineError
 from tasks.process.child import PROJECT, Child
 
@@ -42,12 +42,10 @@ _running: dict[Path, tuple[Child, Api]] = {}
 def prefect_server(runs: Path, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Provide a Prefect API for the flow runs of the block.
 
-    If the user has set `PREFECT_API_URL`, that server is used and nothing is started; likewise the
-    server that `make up` runs for this folder. Otherwise a server with SQLite under
-    `<runs>/prefect` is started, or the one that this process already has is reused
-    (`--multirun`). Its log is `<runs>/logs/prefect-server.log`. Leaving the block waits until every
-    task run of the block's flow runs is recorded. The server lives until this process is gone,
-    since Prefect still sends logs and events at exit. `meanwhile` is called while it starts.
+    It is the server of `PREFECT_API_URL`, else that of `make up` for this folder, else one with
+    SQLite under `<runs>/prefect`, which the next run of a sweep uses, too. Leaving the block waits
+    until every task run is recorded; the server goes on until this process is gone, since Prefect
+    still sends logs and events at exit. `meanwhile` is called while it starts.
     """
     if URL not in os.environ:
         os.environ |= running_server(runs.absolute())
@@ -77,8 +75,7 @@ def _started(runs: Path, meanwhile: Callable[[], None]) -> Api:
     """Return the server of this process, which is started if it does not run."""
     if runs in _running and _running[runs][0].poll() is None:
         return _running[runs][1]
-    offer(prefect_settings(runs))
-    offer({"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "true"})
+    offer(prefect_settings(runs) | QUIET)
     stay_off_proxies()
     home, log_path = Path(os.environ["PREFECT_HOME"]), runs / "logs" / "prefect-server.log"
     home.mkdir(parents=True, exist_ok=True)
@@ -100,20 +97,19 @@ def _started(runs: Path, meanwhile: Callable[[], None]) -> Api:
 
 def _launch(log_path: Path) -> tuple[Child, Api]:
     auth = f"plumbline:{secrets.token_urlsafe(32)}"  # other users of this machine have no access
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server((LOOPBACK, 0)) as probe:
         port = probe.getsockname()[1]
     uvicorn = [sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT)]  # not the user's folder
-    app = ["--factory", "prefect.server.api.server:create_app"]
-    place = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "error"]
+    app = ["--factory", "prefect.server.api.server:create_app", "--log-level", "error"]
     env = {
         "PREFECT__SERVER_EPHEMERAL": "1",  # as of Prefect's own temporary server
         "PREFECT_UI_ENABLED": "false",
         "PREFECT_SERVER_API_AUTH_STRING": auth,
     }
     with log_path.open("ab") as output:
-        child = Child([*uvicorn, *app, *place], env=env, output=output, grace_s=GRACE_S)
-    return child, Api(f"http://127.0.0.1:{port}/api", auth)
+        words = [*uvicorn, *app, "--host", LOOPBACK, "--port", str(port)]
+        child = Child(words, env=env, output=output, grace_s=GRACE_S)
+    return child, Api(f"http://{LOOPBACK}:{port}/api", auth)
 
 
 def _wait_until_healthy(child: Child, api: Api, log_path: Path) -> None:
@@ -142,36 +138,31 @@ def _refresh_settings() -> None:
 
 
 def _wait_for_records(api: Api, since: str) -> None:
-    """Let Prefect's threads send their events, then wait until the server has recorded them."""
-    from prefect.events.worker import EventsWorker
-
-    try:
-        if api.answers():
-            EventsWorker.drain_all(timeout=SETTLE_S)
-        complete = _settle(api, since)
-    except PlumblineError as error:  # the result of the flow matters more than its records
-        log.warning("the embedded Prefect server does not answer any more: %s", error)
-        return
-    if not complete:
-        log.warning("Prefect has not recorded all task runs within %g s", SETTLE_S)
-
-
-def _settle(api: Api, since: str) -> bool:
     """Wait until the server has recorded all task runs of the flow runs that ended since a time.
 
     Task run states are sent as events, which the server writes a moment later than the state of the
     flow run. They count as recorded once all of them are final and two requests in a row return the
-    same states. Returns True if everything was recorded in time.
+    same states.
     """
-    deadline = time.monotonic() + SETTLE_S
+    from prefect.events.worker import EventsWorker
+
     ended = {"start_time": {"after_": since}, "state": {"type": {"any_": sorted(FINAL)}}}
-    ids = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": ended})]
     before: dict[str, str] | None = None
-    while ids and time.monotonic() < deadline:
-        runs = api.post("/task_runs/filter", {"flow_runs": {"id": {"any_": ids}}, "limit": 200})
-        states = {run["id"]: run["state_type"] for run in runs}
-        if states == before and set(states.values()) <= FINAL:
-            return True
-        before = states
-        time.sleep(POLL_S)
-    return not ids
+    try:
+        if api.answers():
+            EventsWorker.drain_all(timeout=SETTLE_S)
+        deadline = time.monotonic() + SETTLE_S
+        ids = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": ended})]
+        wanted = {"flow_runs": {"id": {"any_": ids}}, "limit": 200}
+        while ids and time.monotonic() < deadline:
+            runs = api.post("/task_runs/filter", wanted)
+            states = {run["id"]: run["state_type"] for run in runs}
+            if states == before and set(states.values()) <= FINAL:
+                return
+            before = states
+            time.sleep(POLL_S)
+    except PlumblineError as error:  # the result of the flow matters more than its records
+        log.warning("the embedded Prefect server does not answer any more: %s", error)
+        return
+    if ids:
+        log.warning("Prefect has not recorded all task runs within %g s", SETTLE_S)

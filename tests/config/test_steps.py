@@ -77,7 +77,7 @@ def test_the_plan_of_three_steps() -> None:
 class Recording:
     """A mechanism for a whole run that runs nothing, and records the inputs of each stage."""
 
-    patience = FOREVER
+    patience, logs, store = FOREVER, RUNS / "logs", RUNS / "artifacts"
 
     def __init__(self) -> None:
         self.inputs: dict[str, dict[str, str]] = {}

@@ -141,10 +141,8 @@ class Vocabulary:
             return f"{bare}={'true' if is_flag else value}"
         if bare in self.groups:
             return self.choose(bare, value)
-        # A setting of the same section, else of any.
-        beside = [key for key in self.settings if key.rpartition(".")[0] == parent]
         leaves = {key.rpartition(".")[2]: key for key in reversed(self.settings)}
-        near = difflib.get_close_matches(bare, beside, n=2, cutoff=0.75)
+        near = difflib.get_close_matches(bare, self.settings, n=2, cutoff=0.75)
         near = near or [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
         section = f" {parent}" if parent and self.is_section(parent) else ""
         return " or ".join(f"{key}={value}" for key in near) or f"{self.command} --help{section}"

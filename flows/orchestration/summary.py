@@ -25,8 +25,8 @@ _SHORT = {
 }
 _COUNTS = ("rows", "truncated", "tokens_cut", "too_long")
 _TITLES = ("stage", "seconds", "", "checks", "drift", "", "limit", "", "artifact")
-_RIGHT = (1, 3)
-"""Columns of numbers."""
+_LINE = "{:<20}  {:>7}  {:<6}  {:>6}  {:<12}  {:<4}  {:<10}  {:<2}  {}"
+"""Columns of the table, as wide as they usually are."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Summary:
         link, fresh = runs / "latest", runs / f".latest.{os.getpid()}"
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(folder.relative_to(runs))
-        if link.is_dir() and not link.is_symlink():
+        if link.is_dir() and not link.is_symlink():  # a copy of the folder, made without links
             shutil.rmtree(link)
         fresh.replace(link)
         return folder / "summary.json"
@@ -100,18 +100,10 @@ class Summary:
         if self.refused:
             cells = _handoff_cells(self.refused)
             rows.append((self.refused["stage"], "", "", "", *cells, "refused"))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_TITLES))]
-        aligned = [
-            "  ".join(
-                cell.rjust(width) if i in _RIGHT else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        aligned.insert(1, "-" * max(len(line) for line in aligned))
+        lines = [_LINE.format(*row).rstrip() for row in rows]
         conditions = (self.gate or {}).get("conditions", ())
         gate = [*table(conditions), ""] if conditions else []
-        return "\n".join([*aligned, "", *gate, *self._closing()]) + "\n"
+        return "\n".join([*lines, "", *gate, *self._closing()]) + "\n"
 
     def markdown(self, report: Path | None = None) -> str:
         """Return the summary for Prefect and MLflow, with the pages and the report of the run."""
@@ -180,15 +172,15 @@ def stage_entry(result: StageResult) -> dict[str, Any]:
 
 def truncation_lines(stage: Mapping[str, Any]) -> list[str]:
     """Return lines about the rows of a training stage that were cut or left out."""
-    lines = []
-    for split, rows in stage.get("rows", {}).items():
-        where, of = f"{stage['name']}: {split}.jsonl", f"of {rows['rows']} rows"
-        if rows["truncated"]:
-            cut = f"{rows['truncated']} {of} cut at train.max_len ({rows['tokens_cut']} tokens)"
-            lines.append(f"{where}: {cut}")
-        if rows["too_long"]:
-            lines.append(f"{where}: {rows['too_long']} {of} left out, longer than train.max_len")
-    return lines
+    return [
+        f"{stage['name']}: {split}.jsonl: {rows[count]} of {rows['rows']} rows {what}"
+        for split, rows in stage.get("rows", {}).items()
+        for count, what in (
+            ("truncated", f"cut at train.max_len ({rows['tokens_cut']} tokens)"),
+            ("too_long", "left out, longer than train.max_len"),
+        )
+        if rows[count]
+    ]
 
 
 def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_model_folder_and_all_of_its_faults(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    known = model.Known(("a.q_proj",), 6, 99, config, owners=("a.q_proj",))
+    known = model.Known(("a.q_proj",), 6, config, owners=("a.q_proj",))
     assert look(str(folder)) == (known, [])
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])

@@ -27,7 +27,6 @@ class Known:
     Attributes:
         modules: dotted names of modules with a 2-D weight; empty if unknown (a Hub id).
         parameters: number of them; None if unknown.
-        context: longest sequence in tokens; None if unknown.
         config: contents of config.json; empty if unknown.
         owners: dotted names of all modules with a tensor; empty if unknown.
         score: shape of a score head's weight; None if there is none.
@@ -35,7 +34,6 @@ class Known:
 
     modules: tuple[str, ...] = ()
     parameters: int | None = None
-    context: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
     owners: tuple[str, ...] = ()
     score: tuple[int, ...] | None = None
@@ -44,6 +42,11 @@ class Known:
     def text(self) -> dict[str, Any]:
         """Contents of config.json about the decoder; a multimodal model nests them."""
         return self.config.get("text_config") or self.config
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence in tokens; None if unknown."""
+        return self.text.get("max_position_embeddings")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from tasks.config.defaults import ONLINE
 from tasks.core.errors import ArtifactError
 from tasks.core.finding import Finding
 from tasks.core.hub import hub_config
-from tasks.toy import CONTEXT, SHAPE
+from tasks.toy import SHAPE
 from tasks.training.model.families import (
     CAPPED,
     ROUTED,
@@ -35,7 +35,6 @@ _LAYERS = tuple(
 TOY = Known(
     modules=_LAYERS,
     parameters=918_000,
-    context=CONTEXT,
     config=SHAPE,
     owners=("model.embed_tokens", *_LAYERS, "model.norm"),
 )
@@ -97,13 +96,11 @@ def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
 
 def _on_hub(hub_id: str, revision: str | None) -> Known:
     config, _ = hub_config(hub_id, revision)  # the stage that downloads it reports what fails
-    text = config.get("text_config") or config
     try:
         parameters = Sizes.of(config).weights()
     except KeyError:  # an architecture that names its dimensions differently
         parameters = None
-    context = text.get("max_position_embeddings")
-    return Known(config=config, parameters=parameters, context=context)
+    return Known(config=config, parameters=parameters)
 
 
 def why_unknown(model: Mapping[str, Any]) -> str:
@@ -140,12 +137,9 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
         for name, shape in shapes.items()
         if name.endswith(".weight") and len(shape) == 2
     )
-    text = config.get("text_config") or config  # a multimodal model nests its decoder's
-    context = text.get("max_position_embeddings")
     known = Known(
         modules=modules,
         parameters=sum(map(math.prod, shapes.values())),
-        context=context,
         config=config,
         owners=tuple(dict.fromkeys(name.rpartition(".")[0] for name in shapes)),
         score=shapes.get("score.weight"),

@@ -20,6 +20,7 @@ from tasks.config.checks import preflight
 from tasks.config.checks.machine import smoke_engine
 from tasks.config.checks.release import (
     prefect_reachable,
+    public,
     quantizing,
     reachable,
 )
@@ -194,6 +195,7 @@ def _prepare(composed: Composed) -> Delivery:
         [
             *reachable(tracking["uri"]),
             *(prefect_reachable() if measured else ()),
+            *public(tracking),
         ]
     )
     target = Target(convert["dtype"], parse_size(convert["max_shard_size"]))

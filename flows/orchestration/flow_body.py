@@ -18,7 +18,7 @@ from flows.cli.bootstrap import bootstrap, quiet_logging
 from flows.cli.composed import Composed
 from flows.servers.prefect_server import prefect_server
 from tasks.config.checks import preflight
-from tasks.config.checks.release import prefect_reachable, reachable
+from tasks.config.checks.release import prefect_reachable, public, reachable
 from tasks.core.errors import PlumblineError
 from tasks.core.private import stay_private
 from tasks.core.redaction import redact, redact_error, without_passwords
@@ -107,7 +107,7 @@ def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
     """Run a flow of `flows/recorded.py` for a command with `prefect=true`. Returns its result."""
     bootstrap(PROJECT, composed.runs)
     tracking = composed.settings["tracking"]
-    preflight([*reachable(tracking["uri"]), *prefect_reachable()])
+    preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
 
     def body() -> dict[str, Any]:
         record = getattr(import_module("flows.recorded"), f"record_{name}")

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.online import function
 from tasks.core.finding import Finding
-from tasks.core.redaction import redact
+from tasks.core.redaction import HIDDEN, redact
 from tasks.drift.fingerprint import EXPERTS
 from tasks.lm_eval import is_file, task_name
 from tasks.quantize import CONVERTED
@@ -42,6 +42,7 @@ def problems(context: Context) -> Iterator[Finding]:
     yield from conditions(settings)
     yield from reachable(settings["tracking"]["uri"])
     yield from prefect_reachable()
+    yield from public(settings["tracking"])
 
 
 def quantizing(
@@ -164,3 +165,11 @@ def _why_silent(url: str, user: str | None, word: str | None, token: str | None)
     if answer.status_code in (401, 403):
         return "it refuses the login"
     return f"it answers with status {answer.status_code}" if answer.status_code >= 500 else ""
+
+
+def public(tracking: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each name that MLflow's pages show and that contains a secret."""
+    for key in sorted({"experiment", "model_name"} & tracking.keys()):
+        if HIDDEN in (shown := redact(tracking[key])):
+            allowed = "a name without a token or a password, because every page shows it"
+            yield Finding(f"tracking.{key}", shown, allowed, f"tracking.{key}=plumbline")

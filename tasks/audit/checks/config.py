@@ -200,23 +200,35 @@ def _class_of(settings: Mapping[str, Any]) -> str | None:
     return str(name).removesuffix("Fast") if known else None
 
 
+_NONE = (math.inf, math.inf)
+_SAMPLING = (
+    # setting, the least and the most that vLLM 0.32 and transformers 5 take, what decides answers
+    ("temperature", (0.0, 2.0), (0.0, 0.05), "0, or 0.05 to 2"),
+    ("top_p", (1e-9, 1.0), _NONE, "above 0, at most 1"),
+    ("min_p", (0.0, 1.0), _NONE, "0 to 1"),
+    ("top_k", (-1.0, math.inf), _NONE, "-1, 0 or more"),
+    ("repetition_penalty", (1e-9, math.inf), (1.5, math.inf), "above 0, at most 1.5"),
+)
+
+
 @check(
     "GENERATION_SETTINGS", WARNING, needs=(MODEL,),
-    why="vLLM samples by it: greedily, or without the words of the question",
+    why="vLLM samples by it: it refuses each request with a value out of range",
     fix="write the settings of the base, or remove them",
     issues="vLLM #15241, lm-evaluation-harness PR #3160",
 )  # fmt: skip
 def generation_settings(source: Source) -> Iterator[Fault]:
-    """Sampling defaults that decide every answer, unless the base has them, too."""
-    settings = source.config(GENERATION)
+    """Sampling defaults that servers refuse, or that decide every answer, unless the base's."""
     base = source.base.config(GENERATION) if source.base is not None else {}
-    for name, least, most, words in (
-        ("temperature", 0.0, 0.05, "0, or 0.05 and more"),
-        ("repetition_penalty", 1.5, math.inf, "at most 1.5"),
-    ):
-        value = settings.get(name)
-        if isinstance(value, int | float) and least < value < most and base.get(name) != value:
-            yield Fault(f"{name} {value}", words, file=GENERATION)
+    for name, (least, most), (low, high), words in _SAMPLING:
+        value = source.config(GENERATION).get(name)
+        if not isinstance(value, int | float):
+            continue
+        refused = not least <= value <= most
+        odd = low < value < high and base.get(name) != value
+        if refused or odd:
+            severity = ERROR if refused else None
+            yield Fault(f"{name} {value}", words, file=GENERATION, severity=severity)
 
 
 _STATES: Mapping[str, tuple[str, ...]] = {

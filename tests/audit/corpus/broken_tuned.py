@@ -312,6 +312,7 @@ BROKEN_TUNED: dict[str, Broken] = {
     "a transposed square, no adapter given": Broken(
         "NORM_DIFFERS", "merged", _merge(_transposed), values=True),
     # Servers
+    "top_p of 5": Broken("GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, top_p=5.0)),
     "greedy by temperature": Broken(
         "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, temperature=0.01)),
     "a penalty for every word of the question": Broken(

@@ -24,11 +24,11 @@ from tasks.drift.fingerprint import DriftLimit, ScorePrint, score_drift
 from tasks.drift.verdict import Moved, print_in, verdict
 from tasks.evaluation import checks
 from tasks.evaluation.model_folder import computing_dtype_of
-from tasks.evaluation.prompts import PromptKind, read_pairs, read_question
+from tasks.evaluation.prompts import PromptKind, Setup, Tools, read_pairs, read_question
 from tasks.evaluation.responses import Measure, order_of_pairs, read_responses
 from tasks.evaluation.scoring import ModelRef
 from tasks.evaluation.serve import score_with_vllm
-from tasks.evaluation.smoke import Tools, measure
+from tasks.evaluation.smoke import measure
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.serving.reference.rewards import normalised
@@ -69,12 +69,13 @@ def smoke_eval(
         return StageReport("report", checks=(strays,))
     dtype = dtype or computing_dtype_of(served)
     model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
+    setup = Setup(out, settings, profile, tools, log)
     if print_in(reference).name == SCORES:
         pairs = []
         if prompts == "pairs":
             assert data is not None
-            pairs = read_pairs(served, data, settings, tools.scorer)
-        report = _reward_model(out, strays, model, reference, pairs, settings, profile, tools, log)
+            pairs = read_pairs(served, data, setup)
+        report = _reward_model(setup, strays, model, reference, pairs)
         return beside_16_bits(report, max_eval_drop) if quantized else report
     question = read_question(
         prompts,
@@ -82,15 +83,14 @@ def smoke_eval(
         None if base is None else replace(model, path=base),
         reference / FINGERPRINT,
         data,
-        settings,
-        tools.scorer,
+        setup,
         temperature,
     )
-    measured = measure(question, settings, profile, tools, log, out)
+    measured = measure(question, setup)
     verdicts = [strays, *measured.checks, *question.checks]
     metrics: dict[str, float] = {}
     if question.base is not None:
-        metrics = read_responses(out, measured, tools, log, function, reward)
+        metrics = read_responses(measured, function, reward)
     if question.rows is not None:
         before, after = measured.both()
         if (different := measured.served.rendered_differently) is not None:
@@ -99,56 +99,52 @@ def smoke_eval(
         most = settings.max_degenerate_rate
         verdicts.append(checks.degenerate_check(after.tokens, most, before.tokens))
     log.info("smoke_eval: mean KL %.2e in %s", measured.drift.mean_kl, settings.engine)
-    report = _report(out, settings, verdicts, metrics, measured.drift, measured.notes)
+    report = _report(setup, verdicts, metrics, measured.drift, measured.notes)
     return beside_16_bits(report, max_eval_drop) if quantized else report
 
 
 def _reward_model(
-    out: Path,
+    setup: Setup,
     strays: Check,
     model: ModelRef,
     reference: Path,
     pairs: Sequence[tuple[list[int], list[int]]],
-    settings: Smoke,
-    profile: DriftLimit,
-    tools: Tools,
-    log: Log,
 ) -> StageReport:
     """Compare the scores of a reward model with the trained model's, and order held-out pairs."""
     trained = ScorePrint.load(reference / SCORES)
     count = len(trained.probes)
     texts = [*map(list, trained.probes), *(ids for pair in pairs for ids in pair)]
-    if settings.engine == "transformers":
-        scores = tools.scorer.rewards(model, texts, raw=True)
+    engine = setup.settings.engine
+    if engine == "transformers":
+        scores = setup.scorer.rewards(model, texts, raw=True)
     else:
-        logs: dict[str, Any] = {"out": out, "log": log, "log_path": tools.log_path}
-        scores = score_with_vllm(model, texts, settings, child=tools.vllm, **logs)
+        scores = score_with_vllm(model, texts, setup)
     own, name = scores[:count], "drift of the engine's scores from the trained model's"
     if not pairs:  # the reference of a delivery is normalised by the model's files
         config = model.path / "config.json"
         how = normalisation_from(read_json(config), str(config))
         own, name = normalised(own, how), "rewards against those before"
-    now = ScorePrint(trained.probes, tuple(own), settings.engine)
-    now.save(out / SCORES)
+    now = ScorePrint(trained.probes, tuple(own), engine)
+    now.save(setup.out / SCORES)
     moved = score_drift(trained, now)
     metrics = {f"reward/{key}": value for key, value in asdict(moved).items()}
     if pairs:
         in_order = list(zip(scores[count::2], scores[count + 1 :: 2], strict=True))
-        metrics |= order_of_pairs(out, in_order)
-    check = verdict(moved, profile, name=name)
-    log.info("smoke_eval: scores move by %.2e of their spread", moved.mean_difference)
-    return _report(out, settings, [strays, check], metrics, moved, {})
+        metrics |= order_of_pairs(setup.out, in_order)
+    check = verdict(moved, setup.profile, name=name)
+    setup.log.info("smoke_eval: scores move by %.2e of their spread", moved.mean_difference)
+    return _report(setup, [strays, check], metrics, moved, {})
 
 
 def _report(
-    out: Path,
-    settings: Smoke,
+    setup: Setup,
     verdicts: Sequence[Check],
     metrics: Mapping[str, float],
     moved: Moved,
     causes: Mapping[str, Any],
 ) -> StageReport:
     """Write `report.json` into `out`, and return the report of the stage."""
+    settings = setup.settings
     notes = {"engine": settings.engine, "settings": asdict(settings), **causes}
     document = {
         "engine": settings.engine,
@@ -157,7 +153,7 @@ def _report(
         "notes": notes,
         **asdict(moved),
     }
-    (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    (setup.out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     return StageReport("report", tuple(verdicts), metrics, notes, moved)
 
 

@@ -21,8 +21,8 @@ from tasks.delivery.plan import HandOffPlan
 from tasks.drift.fingerprint import DriftLimit, quantized_profile
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import computing_dtype_of
+from tasks.evaluation.prompts import Tools
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.smoke import Tools
 from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Needs

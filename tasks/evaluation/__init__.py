@@ -1,9 +1,9 @@
 """Measure models and judge what a served folder computes.
 
     with ReferenceScorer(log=log, log_path=path) as scorer:          scoring: a transformers child
-        question = read_question("chat", model, base, reference, data, settings, scorer)
-        measured = measure(question, settings, profile, Tools(...), log, out)
-        metrics = read_responses(out, measured, tools, log, None, None)
+        setup = Setup(out, settings, profile, Tools(scorer=scorer, ...), log)
+        measured = measure(read_question("chat", model, base, reference, data, setup), setup)
+        metrics = read_responses(measured, None, None)
 
 prompts         held-out conversations, raw texts, pairs, probes
 serve           prompt a served folder in vLLM or transformers

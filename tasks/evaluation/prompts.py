@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,11 +13,14 @@ from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.core.errors import DataError
 from tasks.data.messages import REASONING
-from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.evaluation.checks import probes_check
+from tasks.evaluation.measuring import Explain
 from tasks.evaluation.model_folder import context_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.process.output import Log
 from tasks.serving.prompts import Chat, chat, question_of, stop_ids
+from tasks.serving.vllm.job import VllmChild
 
 PromptKind = Literal["chat", "texts", "pairs", "probes"]
 HELDOUT = "heldout.jsonl"
@@ -27,6 +30,42 @@ TEXTS_AT_ONCE = 64
 PROMPT_TOKENS = 64
 """Tokens of a text that become the prompt; half of a shorter text."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """Arguments of a smoke test that do not change its result."""
+
+    scorer: ReferenceScorer
+    log_path: Path
+    vllm: VllmChild = field(default_factory=VllmChild)
+    # folder of llama.cpp, which serves a GGUF file; None for its programs on PATH
+    llama_cpp: str | None = None
+    # the model that the served one has to be, for transformers; None if unknown
+    before: ModelRef | None = None
+    explain: Explain | None = None  # says where two models part, after a failed drift check
+    function_s: float = 0.0  # seconds for a call of the user's `eval.function`
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Arguments of one smoke test beside its models and prompts."""
+
+    out: Path  # folder of its report
+    settings: Smoke
+    profile: DriftLimit
+    tools: Tools
+    log: Log
+
+    @property
+    def scorer(self) -> ReferenceScorer:
+        """The transformers reference."""
+        return self.tools.scorer
+
+    @property
+    def logs(self) -> dict[str, Any]:
+        """Arguments of child processes."""
+        return {"log": self.log, "log_path": self.tools.log_path}
 
 
 @dataclass(frozen=True)
@@ -68,11 +107,11 @@ def read_question(
     base: ModelRef | None,
     reference: Path,
     data: Path | None,
-    settings: Smoke,
-    scorer: ReferenceScorer,
+    setup: Setup,
     temperature: float | None = None,
 ) -> Question:
     """Return the prompts of a kind. Raises DataError if no held-out row can be used."""
+    settings, scorer = setup.settings, setup.scorer
     probes = Fingerprint.load(reference).probes
     if kind == "probes" or base is None or data is None:
         side = Side(served, list(map(list, probes)), stop_ids(served.path, None))
@@ -150,13 +189,12 @@ def _as_text(ids: Sequence[int]) -> str:
     return f" {' '.join(map(str, ids))} "
 
 
-def read_pairs(
-    served: Path, data: Path, settings: Smoke, scorer: ReferenceScorer
-) -> list[tuple[list[int], list[int]]]:
+def read_pairs(served: Path, data: Path, setup: Setup) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of held-out pairs (chosen, rejected) that fit the context.
 
     Raises DataError if no pair fits.
     """
+    settings, scorer = setup.settings, setup.scorer
     rows = _read(data / HELDOUT, _pair)[: settings.eval_samples]
     texts = scorer.encode_whole(served, [each for pair in rows for each in pair])
     encoded = list(zip(texts[::2], texts[1::2], strict=True))

@@ -18,10 +18,9 @@ import numpy as np
 
 from tasks.evaluation.model_folder import computing_dtype_of, context_of
 from tasks.evaluation.prompts import Side, answer_of
-from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.scoring import ModelRef
 from tasks.evaluation.serve import Responses
-from tasks.evaluation.smoke import Measured, Tools
-from tasks.process.output import Log
+from tasks.evaluation.smoke import Measured
 from tasks.rl.user_code import EVAL, FunctionReference
 from tasks.serving.prompts import chat, exact_match, is_degenerate, matches, question_of
 
@@ -47,22 +46,17 @@ class Measure:
 
 
 def read_responses(
-    out: Path,
-    measured: Measured,
-    tools: Tools,
-    log: Log,
-    function: Measure | None,
-    reward: Path | None,
+    measured: Measured, function: Measure | None, reward: Path | None
 ) -> dict[str, float]:
     """Write the responses of the model before training and of this one, and return metrics.
 
     Conversations have `exact_matches` as `eval/...`, and with the user's `function` the means of
     its numbers, `eval/function_before` and `eval/function_after`. `reward` scores the sampled ones.
     """
-    question, scorer = measured.question, tools.scorer
-    metrics, texts = numbers(measured), measured.texts(scorer)
+    question, out = measured.question, measured.setup.out
+    metrics, texts = numbers(measured), measured.texts()
     if question.rows is None:
-        shown = scorer.decode(question.served.model.path, question.served.prompts)
+        shown = measured.setup.scorer.decode(question.served.model.path, question.served.prompts)
         rows = zip(shown, *texts, strict=True)
         _write(out / GREEDY, ({"text": text, "before": a, "after": b} for text, a, b in rows))
         return metrics
@@ -71,9 +65,7 @@ def read_responses(
     if function is not None:
         both = zip(reversed(question.sides), measured.both(), texts, strict=True)
         for when, (side, responses, own) in zip(("before", "after"), both, strict=True):
-            judged[f"function_{when}"] = _judged(
-                function, measured, side, responses, own, tools, log
-            )
+            judged[f"function_{when}"] = _judged(function, measured, side, responses, own)
     old, new = measured.both()
     _write(
         out / GREEDY,
@@ -97,7 +89,7 @@ def read_responses(
     metrics |= {f"eval/{name}": fmean(values) for name, values in judged.items()}
     metrics["eval/samples"] = float(len(question.rows))
     if question.temperature is not None:
-        metrics |= _read_sampled(out, measured, expected, scorer, reward)
+        metrics |= _read_sampled(measured, expected, reward)
     return metrics
 
 
@@ -124,8 +116,6 @@ def _judged(
     side: Side,
     responses: Responses,
     texts: Sequence[str],
-    tools: Tools,
-    log: Log,
 ) -> list[float]:
     """Call `eval.function` with the responses of one model, in a process of its own."""
     from tasks.rl.responses import Prompt, Response
@@ -149,8 +139,9 @@ def _judged(
         )
     ]
     reference = FunctionReference.of(measure.function, EVAL)
-    log_path = tools.log_path.with_name("eval.log")
-    child = Function(reference, timeout_s=tools.function_s, log=log, log_path=log_path)
+    setup, log_path = measured.setup, measured.setup.tools.log_path.with_name("eval.log")
+    limit = setup.tools.function_s
+    child = Function(reference, timeout_s=limit, log=setup.log, log_path=log_path)
     with closing(child) as function:
         return function(arguments)
 
@@ -175,11 +166,7 @@ def exact_matches(texts: Texts, expected: Sequence[str | None], name: str) -> di
 
 
 def _read_sampled(
-    out: Path,
-    measured: Measured,
-    expected: Sequence[str | None],
-    scorer: ReferenceScorer,
-    reward: Path | None,
+    measured: Measured, expected: Sequence[str | None], reward: Path | None
 ) -> dict[str, float]:
     """Write `drawn.jsonl`, and measure exact match and rewards of the sampled responses.
 
@@ -187,14 +174,14 @@ def _read_sampled(
     """
     rows = measured.question.rows
     assert rows is not None
-    texts = measured.texts(scorer, sampled=True)
-    metrics = exact_matches(texts, expected, "drawn") | distance(measured, scorer)
+    texts = measured.texts(sampled=True)
+    metrics = exact_matches(texts, expected, "drawn") | distance(measured)
     rewards: dict[int, tuple[float, float]] = {}
     if reward is not None:
-        scores, rewards = _scored(reward, measured, texts, scorer)
+        scores, rewards = _scored(reward, measured, texts)
         metrics |= scores
     _write(
-        out / SAMPLED,
+        measured.setup.out / SAMPLED,
         (
             {"id": row.get("id", str(number)), "before": before, "after": after}
             | dict(zip(("reward_before", "reward_after"), rewards.get(number, ()), strict=False))
@@ -204,7 +191,7 @@ def _read_sampled(
     return metrics
 
 
-def distance(measured: Measured, scorer: ReferenceScorer) -> dict[str, float]:
+def distance(measured: Measured) -> dict[str, float]:
     """Estimate the KL divergence of the served model from the model before training.
 
     `drawn/kl` is the mean over all tokens of log p_served - log p_before (nats per token), an
@@ -215,6 +202,7 @@ def distance(measured: Measured, scorer: ReferenceScorer) -> dict[str, float]:
     prompts = sides[0].prompts
     if measured.question.temperature != 1.0 or prompts != sides[1].prompts:
         return {}
+    scorer = measured.setup.scorer
     now, before = (scorer.token_logprobs(side.model, prompts, responses) for side in sides)
     sums_S = np.array([sum(a) - sum(b) for a, b in zip(now, before, strict=True)])
     count = sum(map(len, now))
@@ -223,7 +211,7 @@ def distance(measured: Measured, scorer: ReferenceScorer) -> dict[str, float]:
 
 
 def _scored(
-    reward: Path, measured: Measured, texts: Texts, scorer: ReferenceScorer
+    reward: Path, measured: Measured, texts: Texts
 ) -> tuple[dict[str, float], dict[int, tuple[float, float]]]:
     """Return metrics of the rewards of both models' responses, and the rewards by prompt.
 
@@ -231,14 +219,15 @@ def _scored(
     before training, `scored/left_out` the number of prompts with a response that exceeds the reward
     model's context.
     """
-    pairs = list(zip(*_conversations(reward, measured, texts, scorer), strict=True))
+    pairs = list(zip(*_conversations(reward, measured, texts), strict=True))
     context = context_of(reward)
     fitting = {n: pair for n, pair in enumerate(pairs) if max(map(len, pair)) <= context}
     left_out = {"scored/left_out": float(len(pairs) - len(fitting))}
     if not fitting:
         return left_out, {}
     conversations = [ids for pair in fitting.values() for ids in pair]
-    rewards = scorer.rewards(ModelRef(reward, dtype=computing_dtype_of(reward)), conversations)
+    judge = ModelRef(reward, dtype=computing_dtype_of(reward))
+    rewards = measured.setup.scorer.rewards(judge, conversations)
     rewards_S2 = np.array(rewards).reshape(-1, 2)
     metrics = {
         "scored/before": float(rewards_S2[:, 0].mean()),
@@ -249,9 +238,7 @@ def _scored(
     return metrics, {n: (float(a), float(b)) for n, (a, b) in zip(fitting, rewards_S2, strict=True)}
 
 
-def _conversations(
-    reward: Path, measured: Measured, texts: Texts, scorer: ReferenceScorer
-) -> list[list[list[int]]]:
+def _conversations(reward: Path, measured: Measured, texts: Texts) -> list[list[list[int]]]:
     """Return token ids of prompts with responses, for each of the two models.
 
     A reward model that renders the prompts to other token ids gets the responses as texts, in its
@@ -259,6 +246,7 @@ def _conversations(
     """
     rows, sides = measured.question.rows, measured.question.sides
     assert rows is not None
+    scorer = measured.setup.scorer
     rendered = scorer.encode(reward, rows).tokens
     if all(rendered == side.prompts for side in sides):
         return [

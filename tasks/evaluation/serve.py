@@ -15,10 +15,9 @@ from typing import Any
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import Fingerprint
-from tasks.evaluation.prompts import Question
-from tasks.evaluation.scoring import Generated, ModelRef, ReferenceScorer
-from tasks.process.output import Log
-from tasks.serving.vllm.job import HEADROOM, Job, VllmChild
+from tasks.evaluation.prompts import Question, Setup
+from tasks.evaluation.scoring import Generated, ModelRef
+from tasks.serving.vllm.job import HEADROOM, Job
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 
@@ -50,13 +49,12 @@ class Served:
     checks: tuple[Check, ...] = ()
 
 
-def serve_with_vllm(
-    question: Question, settings: Smoke, *, out: Path, child: VllmChild, log: Log, log_path: Path
-) -> Served:
+def serve_with_vllm(question: Question, setup: Setup) -> Served:
     """Serve the model under test with vLLM in a child process, then the base in another engine.
 
     Raises StageProcessError if vLLM did not start or crashed.
     """
+    settings = setup.settings
     shared: dict[str, Any] = {
         "out": "",
         "max_new_tokens": settings.max_new_tokens,
@@ -76,9 +74,9 @@ def serve_with_vllm(
     ]
     if (base := question.base) is not None:
         jobs.append(Job(str(base.model.path), prompts=base.prompts, stop=base.stops, **shared))
-    results = _run(jobs, settings, out, child, log, log_path)
+    results = _run(jobs, setup)
     return Served(
-        Fingerprint.load(out / FINGERPRINT),
+        Fingerprint.load(setup.out / FINGERPRINT),
         [_responses(result["served"]) for result in results],
         [_responses(result["drawn"]) for result in results if "drawn" in result],
         rendered_differently=results[0]["rendered_differently"],
@@ -86,41 +84,30 @@ def serve_with_vllm(
     )
 
 
-def score_with_vllm(
-    model: ModelRef,
-    texts: Sequence[Sequence[int]],
-    settings: Smoke,
-    *,
-    out: Path,
-    child: VllmChild,
-    log: Log,
-    log_path: Path,
-) -> list[float]:
+def score_with_vllm(model: ModelRef, texts: Sequence[Sequence[int]], setup: Setup) -> list[float]:
     """Return the output of a reward model's head at the last token of each text."""
     job = Job(
         served=str(model.path),
         out="",
         prompts=[list(text) for text in texts],
         max_new_tokens=0,
-        max_model_len=settings.max_model_len or max(map(len, texts)) + HEADROOM,
+        max_model_len=setup.settings.max_model_len or max(map(len, texts)) + HEADROOM,
         dtype=model.dtype,
         rewards=True,
     )
-    (result,) = _run([job], settings, out, child, log, log_path)
+    (result,) = _run([job], setup)
     scores: list[float] = result["rewards"]
     return scores
 
 
-def _run(
-    jobs: Sequence[Job], settings: Smoke, out: Path, child: VllmChild, log: Log, log_path: Path
-) -> list[dict[str, Any]]:
+def _run(jobs: Sequence[Job], setup: Setup) -> list[dict[str, Any]]:
     """Run jobs in a temporary folder inside `out`; a fingerprint that one takes goes into `out`."""
-    with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as work:
+    with tempfile.TemporaryDirectory(dir=setup.out, prefix=".vllm-") as work:
         placed = [replace(job, out=f"{work}/{number}") for number, job in enumerate(jobs)]
-        results = child.run(placed, settings, log=log, log_path=log_path)
+        results = setup.tools.vllm.run(placed, setup.settings, **setup.logs)
         for job in placed:
             if job.reference is not None:
-                (Path(job.out) / FINGERPRINT).rename(out / FINGERPRINT)
+                (Path(job.out) / FINGERPRINT).rename(setup.out / FINGERPRINT)
     return results
 
 
@@ -129,14 +116,12 @@ def _responses(generated: Mapping[str, Any]) -> Responses:
     return Responses(generated["tokens"], stopped, generated["seconds"])
 
 
-def serve_with_transformers(
-    question: Question, settings: Smoke, *, out: Path, scorer: ReferenceScorer
-) -> Served:
+def serve_with_transformers(question: Question, setup: Setup) -> Served:
     """Serve with transformers in the reference child, one sequence at a time."""
-    model, most = question.served.model, settings.max_new_tokens
-    served = Served(scorer.fingerprint(model, question.reference, out / FINGERPRINT))
+    scorer, path = setup.scorer, setup.out / FINGERPRINT
+    served = Served(scorer.fingerprint(question.served.model, question.reference, path))
     for side in question.sides:
-        what = side.model, side.prompts, most, side.stops
+        what = side.model, side.prompts, setup.settings.max_new_tokens, side.stops
         served.greedy.append(_ended(scorer.generate(*what), side.stops))
         if question.temperature is not None:
             made = scorer.generate(*what, question.temperature)

@@ -19,11 +19,10 @@ import numpy as np
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.core.report import Row
-from tasks.drift.fingerprint import DriftLimit, Fingerprint
-from tasks.evaluation.prompts import Question
+from tasks.drift.fingerprint import Fingerprint
+from tasks.evaluation.prompts import Question, Setup
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.evaluation.serve import Responses, Served, length_of
-from tasks.process.output import Log
 from tasks.serving import http_server
 from tasks.serving.http_server import NAME
 from tasks.serving.llama_cpp import find_programs, gguf_file, serve_command
@@ -52,23 +51,14 @@ _NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent with every response that is evaluated: defaults of the folder must not change it."""
 
 
-def serve_over_http(
-    question: Question,
-    settings: Smoke,
-    profile: DriftLimit,
-    *,
-    scorer: ReferenceScorer,
-    out: Path,
-    log: Log,
-    log_path: Path,
-    llama_cpp: str | None = None,
-) -> Served:
+def serve_over_http(question: Question, setup: Setup) -> Served:
     """Serve and verify the model under test, and sample its responses; then those of the base.
 
     Raises StageProcessError if a server did not start, crashed, or took too long, and ServerError
     if it refuses a request.
     """
 
+    settings = setup.settings
     limit = settings.timeout_s or time_limit([question.served.model.path])
     length = length_of(question, settings)
 
@@ -78,23 +68,23 @@ def serve_over_http(
         if file is None:
             server = running(
                 folder, settings, limit, dtype=question.served.model.dtype,
-                max_model_len=length, log=log, log_path=log_path,
+                max_model_len=length, **setup.logs,
             )  # fmt: skip
         else:
             port = http_server.free_port()
-            argv = serve_command(file, find_programs(llama_cpp).server)
+            argv = serve_command(file, find_programs(setup.tools.llama_cpp).server)
             argv += ["--host", http_server.HOST, "--port", str(port), "--alias", NAME]
             argv += ["--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * length)]
             if settings.threads:
                 argv += ["--threads", str(settings.threads)]
-            server = http_server.running(argv, port, limit, stage=STAGE, log=log, log_path=log_path)
+            server = http_server.running(argv, port, limit, stage=STAGE, **setup.logs)
         with server as url, closing(Client(url, timeout_s=limit)) as client:
             if file is None:
                 yield OpenAiServer(client, "vllm")
             else:
                 yield LlamaCppServer(client)
 
-    reference = reference_of(question, scorer)
+    reference = reference_of(question, setup.scorer)
     greedy, sampled, temperature = list[Responses](), list[Responses](), question.temperature
     for side in question.sides:
         began = time.perf_counter()
@@ -103,9 +93,9 @@ def serve_over_http(
             if is_first:
                 load_s = time.perf_counter() - began
                 longest = max(map(len, reference.sequences))
-                asked = Asked(server, NAME, None, reference, profile, positions=longest)
+                asked = Asked(server, NAME, None, reference, setup.profile, positions=longest)
                 fingerprint = fingerprint_of(reference.trained, asked.aligned(NAME))
-                fingerprint.save(out / FINGERPRINT)
+                fingerprint.save(setup.out / FINGERPRINT)
                 checks = run_checks(asked)
             # The folder's own EOS ids have to end the responses of the model under test.
             stops = [] if is_first else side.stops

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
-from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift
+from tasks.drift.fingerprint import Drift, Fingerprint, drift
 from tasks.drift.verdict import limit_in, share_checks
 from tasks.evaluation import checks
 from tasks.evaluation.checks import Agreement
-from tasks.evaluation.measuring import Explain, located
-from tasks.evaluation.prompts import Question
-from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.measuring import located
+from tasks.evaluation.prompts import Question, Setup
 from tasks.evaluation.serve import Responses, Served, serve_with_transformers, serve_with_vllm
 from tasks.evaluation.serve_http import serve_over_http
-from tasks.process.output import Log
-from tasks.serving.vllm.job import VllmChild
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tools:
-    """Arguments of a smoke test that do not change its result."""
-
-    scorer: ReferenceScorer
-    log_path: Path
-    vllm: VllmChild = field(default_factory=VllmChild)
-    # folder of llama.cpp, which serves a GGUF file; None for its programs on PATH
-    llama_cpp: str | None = None
-    # the model that the served one has to be, for transformers; None if unknown
-    before: ModelRef | None = None
-    explain: Explain | None = None  # says where two models part, after a failed drift check
-    function_s: float = 0.0  # seconds for a call of the user's `eval.function`
 
 
 @dataclass(frozen=True)
 class Measured:
     """Results of the engine, compared with the trained model."""
 
+    setup: Setup
     question: Question
     served: Served
     drift: Drift  # distance of its fingerprint from the trained model's
@@ -54,35 +36,30 @@ class Measured:
         after, before = self.served.sampled if sampled else self.served.greedy
         return before, after
 
-    def texts(self, scorer: ReferenceScorer, *, sampled: bool = False) -> list[list[str]]:
+    def texts(self, *, sampled: bool = False) -> list[list[str]]:
         """Return the same responses as texts."""
-        sides = reversed(self.question.sides)
-        both = zip(sides, self.both(sampled=sampled), strict=True)
-        return [scorer.decode(side.model.path, made.tokens) for side, made in both]
+        both = zip(reversed(self.question.sides), self.both(sampled=sampled), strict=True)
+        return [self.setup.scorer.decode(side.model.path, made.tokens) for side, made in both]
 
 
-def measure(
-    question: Question, settings: Smoke, profile: DriftLimit, tools: Tools, log: Log, out: Path
-) -> Measured:
+def measure(question: Question, setup: Setup) -> Measured:
     """Serve the model, and compare its fingerprint and first greedy tokens; write `fingerprint.fp`.
 
     Raises StageProcessError if the engine did not start or crashed.
     """
-    reference, scorer = Fingerprint.load(question.reference), tools.scorer
+    reference, settings, tools = Fingerprint.load(question.reference), setup.settings, setup.tools
     model, is_engine = question.served.model, settings.engine != "transformers"
-    logs: dict[str, Any] = {"out": out, "log": log, "log_path": tools.log_path}
     if not is_engine:
-        served = serve_with_transformers(question, settings, out=out, scorer=scorer)
+        served = serve_with_transformers(question, setup)
     elif settings.engine == "server":
-        path = tools.llama_cpp
-        served = serve_over_http(question, settings, profile, scorer=scorer, llama_cpp=path, **logs)
+        served = serve_over_http(question, setup)
     else:
-        served = serve_with_vllm(question, settings, child=tools.vllm, **logs)
-    limit = limit_in(profile, reference, model.dtype)
+        served = serve_with_vllm(question, setup)
+    limit = limit_in(setup.profile, reference, model.dtype)
     moved = drift(reference, served.fingerprint, model.dtype)
     appeared_at, in_engine = "", False
     if moved.beyond(limit):
-        appeared_at, in_engine = who_moved(question, settings.engine, profile, scorer)
+        appeared_at, in_engine = who_moved(question, setup)
     drifted = located(
         checks.drift_check(moved, limit, appeared_at),
         model if in_engine else tools.before,
@@ -97,7 +74,7 @@ def measure(
     if is_engine:
         most = min(settings.greedy_tokens, settings.max_new_tokens)
         stops = question.served.stops
-        expected = scorer.generate(model, prompts, most, stops)
+        expected = setup.scorer.generate(model, prompts, most, stops)
         noise = checks.engine_noise(reference, served.fingerprint)
         tokens = served.greedy[0].tokens[: len(prompts)]
         agreement = checks.compare_greedy(
@@ -108,19 +85,18 @@ def measure(
         "drift_appeared_at": appeared_at or None,
         "greedy_differences": list(agreement.differences[:20]),
     }
-    return Measured(question, served, moved, agreement, (*verdicts, *served.checks), notes)
+    return Measured(setup, question, served, moved, agreement, (*verdicts, *served.checks), notes)
 
 
-def who_moved(
-    question: Question, engine: str, profile: DriftLimit, scorer: ReferenceScorer
-) -> tuple[str, bool]:
+def who_moved(question: Question, setup: Setup) -> tuple[str, bool]:
     """Return what changed the model, after a failed drift check, and True if it is the engine."""
     reference = Fingerprint.load(question.reference)
     model = replace(question.served.model, float32=reference.arithmetic == "float32")
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
-        seen = scorer.fingerprint(model, question.reference, Path(folder) / "served.fp")
-    limit = limit_in(profile, reference, seen.arithmetic)
+        seen = setup.scorer.fingerprint(model, question.reference, Path(folder) / "served.fp")
+    limit = limit_in(setup.profile, reference, seen.arithmetic)
     if drift(reference, seen, model.dtype).beyond(limit):
         text = "the served folder: transformers sees it moved too, so it changed after convert"
         return text, False
+    engine = setup.settings.engine
     return f"serve: transformers finds the folder unmoved, {engine} computes something else", True

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tasks.drift.fingerprint import PROFILES
+from tasks.evaluation.prompts import Tools
 from tasks.evaluation.scoring import ReferenceScorer
-from tasks.evaluation.smoke import Tools
 from tasks.pipeline.report import StageReport
 from tasks.smoke_eval import smoke_eval
 from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from tasks.audit.check import Severity
 from tasks.audit.run import audit
 from tasks.drift.fingerprint import DriftLimit, quantized_profile
+from tasks.evaluation.prompts import Tools
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.smoke import Tools
 from tasks.pipeline.report import StageReport
 from tasks.quantize import heldout_loss, quantize, row_tokens
 from tasks.smoke_eval import smoke_eval

@@ -152,12 +152,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_a_square_parameter_needs_the_version(here, made, tmp_path) -> None:
     base, adapter = made
-    for version in (None, "0.18.1", "0.19.1.dev0"):
-        source = Path(shutil.copytree(adapter, tmp_path / str(version)))
-        edit_json(source / "adapter_config.json", peft_version=version)
-        done = here(f"source={source}", f"base={base}", "merge.base=original", code=2)
-        assert "gate_up_proj: peft before 0.19.1" in done.output
-        assert '"peft_version": "0.19.1"' in done.output
+    source = Path(shutil.copytree(adapter, tmp_path / "source"))
+    edit_json(source / "adapter_config.json", peft_version="0.18.1")
+    done = here(f"source={source}", f"base={base}", "merge.base=original", code=2)
+    assert "gate_up_proj: peft before 0.19.1" in done.output
+    assert '"peft_version": "0.19.1"' in done.output
 
 
 LOG = logging.getLogger("tests.deliver")

@@ -86,7 +86,7 @@ class Delivery:
         return self.composed.settings
 
     def planned(self) -> HandOffPlan:
-        """Return what the stages need beside their inputs."""
+        """Return the plan that the stages run."""
         return HandOffPlan(self.work, self.tokens, self.choice)
 
     @property

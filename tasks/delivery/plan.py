@@ -132,7 +132,7 @@ class Work:
 
 @dataclass(frozen=True)
 class HandOffPlan:
-    """All that gather, merge and convert need beside their inputs."""
+    """Work, tokenizer and choice of the base: what gather, merge and convert need."""
 
     work: Work
     tokens: Tokens

@@ -6,8 +6,8 @@
     adapter  = gather(out, trained=..., base=..., ...)            PEFT layout, or full weights
     weights  = merge(out, adapter=..., base=..., ...)             adapter merged into the base
     served   = convert(out, weights=..., ...)                     for vLLM and transformers
-    report   = smoke_eval(out, served=..., trained=..., ...)      compares vLLM with training
-    version  = register(registry, served=..., gate=...)           models:/name/version @candidate
+    report   = smoke_eval(out, served=..., reference=..., ...)    compares vLLM with training
+    version  = register(registry, model, gate)                    models:/name/version @candidate
 
 `pipeline/stage.py` is the mechanism around each of them: reuse, contract, manifest, rename, log.
 `docs/architecture.md` is an overview of all packages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.audit.corpus import Broken, Corpus
 from tests.audit.corpus.broken_models import BROKEN_MODELS
 from tests.audit.corpus.broken_tuned import BROKEN_TUNED, export, quantised
 from tests.audit.corpus.clean import CLEAN
+from tests.audit.making import edit_json
 
 BROKEN = {**BROKEN_MODELS, **BROKEN_TUNED}
 NEVER = {
@@ -148,3 +150,17 @@ def test_names_of_layers_that_stay_in_16_bits(corpus: Corpus) -> None:
     ):
         folder = corpus.broken(Broken("", "qwen2", quantised(ignored, 32)))
         assert ("QUANT_CONFIG" in codes(folder)) is wrong, ignored
+
+
+def test_a_context_below_the_rows_of_the_training(corpus: Corpus) -> None:
+    folder = corpus.broken(Broken("", "qwen2", lambda *_: None))
+    record = folder / "plumbline.witness"
+    record.mkdir()
+    (record / "scores.json").write_text("{}")
+    facts = {"format": 1, "probes": [], "quantization": {}, "longest_row": 900}
+    (record / "witness.json").write_text(json.dumps(facts))
+    for limit, files in ((512, {"tokenizer_config.json"}), (1024, set()), (10**30, set())):
+        edit_json(folder / "config.json", max_position_embeddings=4096)
+        edit_json(folder / "tokenizer_config.json", model_max_length=limit)
+        short = {f.file for f in audit(folder).findings if f.code == "WITNESS"}
+        assert short - {"plumbline.witness/witness.json"} == files, limit

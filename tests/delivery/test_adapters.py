@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import direct, plan
+from tasks.audit.run import audit
 from tasks.serving.reference.load import load_model
 from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
@@ -184,3 +186,7 @@ def test_a_light_adapter_is_kept_by_default(adapter: Path, base: Path, tmp_path:
             nearest += float((((wide + exact).bfloat16().float() - wide) * exact).sum())
     assert gained / update == pytest.approx(1, abs=0.05)
     assert nearest / update < 0.85
+    (finding,) = [f for f in audit(light, base=base, values=True).findings
+                  if f.code == "ADAPTER_ROUNDS_AWAY"]  # fmt: skip
+    shares = [int(share) / 100 for share in re.findall(r"(\d+)%", finding.found)]
+    assert shares[0] == pytest.approx(nearest / update, abs=0.05)

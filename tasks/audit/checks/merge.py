@@ -8,12 +8,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, also, check
 from tasks.audit.checks.adapter import adapter_keys, is_lora, plain_module
+from tasks.audit.checks.adapter_base import fits_base
 from tasks.audit.checks.values import has_values
 from tasks.audit.class_contract import perform_apart
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
+from tasks.weights.expected import blocks, comparable
+from tasks.weights.files.dtypes import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
 from tasks.weights.pairing import renamed_keys
 from tasks.weights.perform import perform
@@ -209,3 +214,35 @@ def live_names(source: Source) -> Iterator[Fault]:
         expected = f"{PEFT_PREFIX}{renamed[f'{moved[0]}.weight'].removesuffix('.weight')}"
         text = f"{PEFT_PREFIX}{moved[0]}, a name of transformers 4"
         yield Fault(text, expected, tensors=moved)
+
+
+@check(
+    "ADAPTER_ROUNDS_AWAY", INFO, needs=(fits_base, may_plan),
+    why="rounding to nearest drops changes below half a step of the format, as peft does",
+    fix="merge it with Plumbline, which rounds without bias: {merge}",
+)  # fmt: skip
+def rounds_away(source: Source) -> Iterator[Fault]:
+    """Merging this adapter with rounding to nearest loses part of it (with values=true)."""
+    if not source.values:
+        return
+    update, kept = 0.0, {"BF16": 0.0, "F16": 0.0}
+    try:
+        made = source.once(_plan)
+        if isinstance(made, PlumblineError):
+            return  # adapter and base do not fit, which is a finding of other checks
+        for op in made.plan.ops:
+            if not op.terms or comparable(op, made.sources):
+                continue
+            for block in blocks(op, made.sources, sampled=True):
+                update += float(np.vdot(block.change, block.change))
+                for dtype in kept:
+                    gained = rounded(block.base + block.change, dtype) - block.base
+                    kept[dtype] += float(np.vdot(gained, block.change))
+    except PlumblineError:
+        return  # weights that cannot be read
+    if update and kept["BF16"] < _KEPT * update:
+        yield Fault(
+            f"rounding the merged weights to nearest keeps {kept['BF16'] / update:.0%} of the "
+            f"update in bfloat16, {kept['F16'] / update:.0%} in float16",
+            "all of it",
+        )

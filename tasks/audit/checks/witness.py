@@ -9,8 +9,9 @@ from typing import Any
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, Severity, check, some
 from tasks.audit.checks.templates import template_places
-from tasks.audit.checks.tokens import GENERATION, TOKENIZER
-from tasks.audit.source import ADAPTER_CONFIG, Source
+from tasks.audit.checks.tokens import GENERATION, SETTINGS, TOKENIZER
+from tasks.audit.known import of_text
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.core.errors import ArtifactError
 from tasks.drift.verdict import NAMES
 from tasks.drift.witness import find_witness
@@ -28,6 +29,8 @@ _OF_GENERATION = (
     "max_new_tokens",
 )  # fmt: skip
 _FOUR_BITS = ("nf4", "fp4", "int8")
+_NO_LIMIT = 10**9
+"""`model_max_length` from which on it stands for "not set"."""
 
 
 @check(
@@ -59,6 +62,9 @@ def witness(source: Source) -> Iterator[Fault]:
             yield Fault(values, recorded, file=file, severity=severity)
         elif values:
             equal.append(name)
+    longest = facts.get("longest_row")
+    if isinstance(longest, int):
+        yield from _lengths(source, longest)
     record = find_witness(source.folder.root)
     text = f"{record.line() if record else ''}; agree with it: {', '.join(equal) or 'no file'}"
     why = "the trainer's process wrote it: it proves what was trained, not what is in the weights"
@@ -145,6 +151,14 @@ def _tokens(source: Source, recorded: Mapping[str, Any]) -> Iterator[_Compared]:
         yield "the tokenizer", TOKENIZER, "as recorded", "as recorded", None
     elif length != saved:
         yield "the tokenizer", TOKENIZER, f"{saved} tokens", f"{length} tokens", None
+
+
+def _lengths(source: Source, longest: int) -> Iterator[Fault]:
+    """Yield a context that is shorter than a row of the training."""
+    for file, name in ((SETTINGS, "model_max_length"), (CONFIG, "max_position_embeddings")):
+        limit = of_text(source.config(file), name)
+        if isinstance(limit, int | float) and 0 < limit < min(longest, _NO_LIMIT):
+            yield Fault(f"{name} {limit}", f"{longest} or more, the longest row", file=file)
 
 
 def _base(source: Source, facts: Mapping[str, Any]) -> Iterator[_Compared]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, Severity, check, some
-from tasks.audit.checks.templates import template_places
-from tasks.audit.checks.tokens import GENERATION, SETTINGS, TOKENIZER
+from tasks.audit.checks.templates import SETTINGS, template_places
+from tasks.audit.checks.tokens import GENERATION, TOKENIZER
 from tasks.audit.known import of_text
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.core.errors import ArtifactError

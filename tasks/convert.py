@@ -49,8 +49,13 @@ def convert(
     if not work.converts:
         source = open_model(weights)
         sources = {WEIGHTS: source}
-        limit = max_shard_bytes
-        plan = with_output(as_is(source), source, dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit)
+        plan = with_output(
+            as_is(source),
+            source,
+            dtype=DTYPE_NAMES[dtype],
+            max_shard_bytes=max_shard_bytes,
+            wide=work.facts.wide,
+        )
     done = write(plan, sources, out)
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
     tokens.write(out, work, dtype)

@@ -67,7 +67,8 @@ def write_rollout_base(
     weights = read_base(base)
     dequantize = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
     plan = plan_merge(weights, facts, Changes(), quantization=dequantize)
-    plan = with_output(plan, weights, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES)
+    short = DTYPE_NAMES[dtype]
+    plan = with_output(plan, weights, dtype=short, max_shard_bytes=_SHARD_BYTES, wide=facts.wide)
     perform(write, plan, {BASE: weights}, work)
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}
     (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

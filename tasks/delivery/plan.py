@@ -335,9 +335,13 @@ def _model(request: Request) -> Work:
             f"{root}: not what its config.json says: {first_and_more(findings)}",
             details=findings[:_SHOWN],
         )
-    dtype = DTYPE_NAMES[target.dtype]
-    limit = target.max_shard_bytes
-    plan = with_output(plan, sources[MODEL], dtype=dtype, max_shard_bytes=limit)
+    plan = with_output(
+        plan,
+        sources[MODEL],
+        dtype=DTYPE_NAMES[target.dtype],
+        max_shard_bytes=target.max_shard_bytes,
+        wide=facts.wide,
+    )
     validate(plan, sources)
     return Work(plan, facts, sources, config, head=detected if is_policy else None)
 

@@ -75,4 +75,4 @@ def plan_full(
     unused = sorted(set(base) - copied) if copied else []
     dropped = {f"base:{key}": "trained" for key in unused}
     plan = Plan(tuple(ops), dropped, max_shard_bytes)
-    return plan if dtype is None else cast_floats(plan, dtype)
+    return plan if dtype is None else cast_floats(plan, dtype, model.wide)

@@ -160,7 +160,8 @@ def plan_adapters(
         how = reward.normalisation or normalisation_from(stated, "reward: config.json")
         merged = reward_config(config, name, how, reward.endings)
     if max_shard_bytes is not None:
-        plan = with_output(plan, opened, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        limit = max_shard_bytes
+        plan = with_output(plan, opened, dtype=dtype, max_shard_bytes=limit, wide=facts.wide)
     sources = {BASE: opened, **{adapter.name: adapter.tensors for adapter in read}}
     return Planned(plan, sources, merged, facts)
 

@@ -59,6 +59,11 @@ class Model:
     unread: tuple[str, ...] = ()  # keys on disk that the model ignores
     findings: tuple[str, ...] = ()  # problems of the checkpoint whose keys were given; see `Mapped`
 
+    @property
+    def wide(self) -> frozenset[str]:
+        """Keys of tensors that the model's class keeps in float32, as DeepSeek's router biases."""
+        return frozenset(tensor.name for tensor in self.tensors if tensor.dtype == "F32")
+
     def partners(self, name: str) -> frozenset[str]:
         """Return all names of the parameter `name`, its own included."""
         holder = self.ties.get(name, name)

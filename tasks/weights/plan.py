@@ -10,7 +10,7 @@ and that every input tensor is used or dropped. Dtypes are safetensors names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
@@ -254,7 +254,14 @@ def as_is(source: Tensors, name: str = WEIGHTS) -> Plan:
     return Plan(tuple(plain_op(k, f"{name}:{k}", info) for k, info in source.items()))
 
 
-def with_output(plan: Plan, source: Tensors, *, dtype: str | None, max_shard_bytes: int) -> Plan:
+def with_output(
+    plan: Plan,
+    source: Tensors,
+    *,
+    dtype: str | None,
+    max_shard_bytes: int,
+    wide: Collection[str] = (),
+) -> Plan:
     """Return the same plan with another dtype for floats and another size of files.
 
     The output keeps the files of the input if no dtype changes and none of them is too large, so
@@ -265,10 +272,11 @@ def with_output(plan: Plan, source: Tensors, *, dtype: str | None, max_shard_byt
         source: the input of most operations.
         dtype: dtype of all float tensors; None keeps the dtype of each tensor.
         max_shard_bytes: limit of the tensor data in one file.
+        wide: `Model.wide`.
     """
     files = files_of(source)
     if dtype is not None:
-        plan = cast_floats(plan, dtype)
+        plan = cast_floats(plan, dtype, wide)
     groups = [(file, list(of)) for file, of in groupby(plan.ops, lambda op: files.get(op.key, ""))]
     same = (
         len({file for file, _ in groups}) == len(groups)
@@ -279,7 +287,10 @@ def with_output(plan: Plan, source: Tensors, *, dtype: str | None, max_shard_byt
     return replace(plan, max_shard_bytes=max_shard_bytes, shards=shards)
 
 
-def cast_floats(plan: Plan, dtype: str) -> Plan:
-    """Return the same plan with another dtype for all float tensors."""
-    ops = (replace(op, dtype=dtype) if is_float(op.dtype) else op for op in plan.ops)
+def cast_floats(plan: Plan, dtype: str, wide: Collection[str] = ()) -> Plan:
+    """Return the same plan with another dtype for all float tensors; those of `wide` get F32."""
+    ops = (
+        replace(op, dtype="F32" if op.name in wide else dtype) if is_float(op.dtype) else op
+        for op in plan.ops
+    )
     return replace(plan, ops=tuple(ops))

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.core.errors import ContractError
-from tasks.weights.files.reader import read_checkpoint, read_header
+from tasks.weights.files.reader import WEIGHTS, read_checkpoint, read_header
 from tasks.weights.files.tensors import Tensor
 from tasks.weights.gather import plan_full
 from tasks.weights.lora import changes, read_adapter
 from tasks.weights.merge import plan_merge
 from tasks.weights.model import Model, model_facts
+from tasks.weights.plan import as_is, with_output
 from tasks.weights.shards import read_partitions
 from tasks.weights.write import write
 from tests.weights.families.making import (
@@ -182,6 +183,23 @@ def test_a_stored_copy_of_a_tied_head_changes_with_the_embedding(tmp_path, whole
     merged = state_of(tmp_path / "out")
     assert not torch.equal(merged["model.embed_tokens.weight"], embedding)
     assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+
+
+def test_tensors_that_a_class_keeps_in_float32_stay_so(tmp_path: Path) -> None:
+    """A router's bias in bf16 sends tokens to other experts."""
+    base = save_base(tmp_path / "base", "deepseek_v3", tied=False)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    state = state_of(base)
+    state[bias] = torch.linspace(7, 8, state[bias].numel())
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    source, wide = read_checkpoint(base), model_facts(base).wide
+    assert wide == {bias}
+    plan = with_output(as_is(source), source, dtype="BF16", max_shard_bytes=10**9, wide=wide)
+    (tmp_path / "out").mkdir()
+    write(plan, {WEIGHTS: source}, tmp_path / "out", workers=1)
+    served = state_of(tmp_path / "out")
+    assert torch.equal(served.pop(bias), state[bias])
+    assert {tensor.dtype for tensor in served.values()} == {torch.bfloat16}
 
 
 DEFAULT = [("qwen2", True), ("mixtral", False), ("deepseek_v3", False)]

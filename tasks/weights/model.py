@@ -137,7 +137,11 @@ def facts_of(model: Any, disk: Shapes | None = None) -> Model:
     keys = _keys_of(model, mapped, embedding)
     tied = {keys[alias]: keys[to] for alias, to in model.all_tied_weights_keys.items()}
     names = {f"torch.{text}": short for text, short in DTYPE_NAMES.items()}
-    dtypes = {name: names.get(str(tensor.dtype)) for name, tensor in model.state_dict().items()}
+    wide = model._keep_in_fp32_modules_strict or ()  # as `from_pretrained` applies it
+    dtypes = {
+        name: "F32" if any(part in name for part in wide) else names.get(str(tensor.dtype))
+        for name, tensor in model.state_dict().items()
+    }
     shapes = {slot.key: (slot.shape, dtypes[slot.live]) for slot in mapped.slots}
     shapes |= {key: (shape, None) for key, shape in {**mapped.unread, **mapped.missing}.items()}
     quantized = set(quantized_names(model))

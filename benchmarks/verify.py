@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from tasks.verify.reference import read_reference
-from tasks.verify.run import DECISIVE, Report, Target, verify
+from tasks.verify.report import DECISIVE, Report
+from tasks.verify.run import Target, verify
 from tasks.verify.servers import connect
 
 ADAPTER = "adapter_model.safetensors"

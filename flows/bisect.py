@@ -42,19 +42,19 @@ from tasks.process.child import PROJECT
 from tasks.weights.files.documents import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
+PROBES = 4
+"""Texts that are measured on."""
 
 
 def job(composed: Composed, words: list[str]) -> int:
     """Run the command. Returns the exit status."""
     bootstrap(PROJECT, composed.runs)
     settings = composed.settings
-    preflight([*_problems(settings)])
+    preflight([*problems(settings)])
     options = Options(
-        texts=probe_texts(settings["texts"], settings["probes"]),
-        limit=settings["tokens"],
+        texts=probe_texts(None, PROBES),
         profile=settings["profile"],
         engine=settings["engine"],
-        threads=settings["threads"],
         timeout_s=settings["timeout_s"],
     )
     log = logging.getLogger("plumbline.bisect")
@@ -75,7 +75,7 @@ def job(composed: Composed, words: list[str]) -> int:
 
 def _hint(error: StageProcessError) -> str:
     slow = error.reason == "timeout"
-    return "timeout_s=<more seconds>, or fewer probes" if slow else "the last lines say why"
+    return "timeout_s=<more seconds>" if slow else "the last lines say why"
 
 
 def _model(settings: Mapping[str, Any], name: str) -> ModelRef:
@@ -87,7 +87,6 @@ def _model(settings: Mapping[str, Any], name: str) -> ModelRef:
         path,
         folder(adapter) if adapter else None,
         dtype=settings[f"{name}_dtype"] or computing_dtype_of(path),
-        attn_implementation=settings["attn_implementation"],
         device=None if settings["device"] == "auto" else settings["device"],
     )
 
@@ -99,7 +98,8 @@ def _base_of(path: Path) -> str | None:
     return str(read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path"))
 
 
-def _problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
+def problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the mistakes that this machine can tell."""
     for name in ("a", "b"):
         yield from _side_problems(settings, name)
     if settings["engine"] == "vllm" and (settings["b_adapter"] or _base_of(folder(settings["b"]))):

@@ -33,7 +33,8 @@ from tasks.core.finding import Finding
 from tasks.core.redaction import redact
 from tasks.core.terminal import json_text, plain
 from tasks.verify.reference import read_reference
-from tasks.verify.run import EXIT_STATUS, Report, choose, verify
+from tasks.verify.report import EXIT_STATUS, Report
+from tasks.verify.run import choose, verify
 from tasks.verify.servers import connect
 
 
@@ -54,15 +55,15 @@ def verified(settings: Mapping[str, Any]) -> Report:
     Raises ConfigError with a line for each mistake of the user, those that only the server can tell
     included.
     """
-    findings = list(_local_problems(settings))
-    wrong, problems = {finding.what for finding in findings}, [str(each) for each in findings]
+    findings = list(problems(settings))
+    wrong, lines = {finding.what for finding in findings}, [str(each) for each in findings]
     source = folder(settings["source"] or ".")
     reference = server = target = None
     if "source" not in wrong:
         try:
             reference = read_reference(source)
         except PlumblineError as error:
-            problems.append(_line(f"source={settings['source']}", error))
+            lines.append(_line(f"source={settings['source']}", error))
     if "url" not in wrong:
         options = {key: settings[key] for key in ("timeout_s", "workers")}
         try:
@@ -70,16 +71,16 @@ def verified(settings: Mapping[str, Any]) -> Report:
             names = {"model": settings["name"], "base": settings["base"]}
             target = choose(server.models(), source, **names)
         except ConfigError as error:
-            problems += error.details or [_line("model", error)]
+            lines += error.details or [_line("model", error)]
         except PlumblineError as error:
-            problems.append(_line(f"url={redact(settings['url'])}", error))
-    if problems or server is None or target is None or reference is None:
-        count = f"{len(problems)} problem{'s' * (len(problems) != 1)}"
-        raise ConfigError(f"{count}; nothing was verified", details=problems)
+            lines.append(_line(f"url={redact(settings['url'])}", error))
+    if lines or server is None or target is None or reference is None:
+        count = f"{len(lines)} problem{'s' * (len(lines) != 1)}"
+        raise ConfigError(f"{count}; nothing was verified", details=lines)
     return verify(server, target, reference, settings["profile"])
 
 
-def _local_problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
+def problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the mistakes that this machine can tell."""
     url, source, out = (settings[key] for key in ("url", "source", "out"))
     parts = urlsplit(url or "")

@@ -15,6 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from flows.cli.vocabulary import VALUE, Problem, Vocabulary, config_error, wrong_values
 from tasks.core.disk import full_disk
 from tasks.core.errors import PlumblineError
+from tasks.core.finding import Finding
 from tasks.core.redaction import INTERPOLATION, hide_in_url, hide_interpolated, redacted
 from tasks.core.terminal import plain
 
@@ -80,6 +81,7 @@ def resolve(
     names: Vocabulary,
     words: Sequence[str],
     problems: Sequence[Problem] = (),
+    checks: Callable[[dict[str, Any]], Iterator[Finding]] | None = None,
 ) -> Composed:
     """Make and check a configuration.
 
@@ -87,17 +89,26 @@ def resolve(
         make: returns it with the words that are right; it may raise a ConfigError.
         words: of the command line.
         problems: mistakes in other words.
+        checks: of the command; run if a word is wrong, with the default in place of its value.
 
     Raises:
         ConfigError: with all problems, of names and of values.
     """
     from pydantic import ValidationError
 
-    problems = list(problems)
+    problems, settings = list(problems), None
     try:
         composed = Composed.of(make(), names.root)
+        settings = composed.settings
     except ValidationError as error:
-        problems += wrong_values(error.errors(include_url=False), words, names)
+        wrong = wrong_values(error.errors(include_url=False), words, names)
+        problems += wrong
+        if checks is not None:
+            config, defaults = make(), OmegaConf.create(names.defaults)
+            for problem in wrong:
+                key = problem.message.partition(":")[0]
+                OmegaConf.update(config, key, OmegaConf.select(defaults, key))
+            settings = Composed.of(config, names.root).settings
     except MissingMandatoryValue as error:
         hint = f"{names.command} {error.full_key}={_EXAMPLES.get(str(error.full_key), VALUE)}"
         message = f"{error.full_key} has to be set"
@@ -108,6 +119,8 @@ def resolve(
         if not problems:
             raise
     if problems:
+        if checks is not None and settings is not None:
+            problems += [Problem(str(finding)) for finding in checks(settings)]
         raise config_error(problems)
     return composed
 

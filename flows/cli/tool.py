@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -21,6 +22,7 @@ from flows.cli.usage import brief, full
 from flows.cli.vocabulary import Problem, Vocabulary, no_setting, unknown_key
 from tasks.config import tools
 from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
 
 
 @dataclass(frozen=True)
@@ -122,4 +124,9 @@ def read(name: str, words: Sequence[str]) -> Composed:
             OmegaConf.update(config, key, None if value == "null" else value)
         return config
 
-    return resolve(make, names, [f"{key}={value}" for key, value in pairs.items()], problems)
+    def checks(settings: dict[str, Any]) -> Iterator[Finding]:
+        problems_of = getattr(import_module(f"flows.{name}"), "problems", None)
+        return problems_of(settings) if problems_of else iter(())
+
+    typed = [f"{key}={value}" for key, value in pairs.items()]
+    return resolve(make, names, typed, problems, checks)

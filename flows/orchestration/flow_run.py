@@ -71,11 +71,8 @@ def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host
 def tracker_of(composed: Composed) -> Tracker:
     """Return the MLflow tracker of a configuration."""
     experiment = composed.settings["tracking"]["experiment"]
-    events = (
-        composed.runs / "tensorboard" if composed.settings["tracking"].get("tensorboard") else None
-    )
     reports = composed.runs / "reports"
-    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, reports, events)
+    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, reports)
 
 
 def provenance() -> dict[str, str]:

@@ -117,10 +117,9 @@ class Server(Section):
 
 @dataclass(frozen=True)
 class Tracking(Server):
-    """MLflow, and event files with the same numbers."""
+    """MLflow and its model registry."""
 
     model_name: str = "plumbline"  # in the model registry
-    tensorboard: bool = False  # write event files under paths.runs/tensorboard too
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Interval
+from annotated_types import Interval
 
 from tasks.config.after_training import MISSING, Paths, Server
 from tasks.config.choices import (
-    Attention,
-    Count,
     Device,
     Dtype,
     Natural,
@@ -79,12 +77,7 @@ class Bisect(InRuns):
     b_dtype: Dtype | None = None  # dtype to load b in; null: that of its config.json
     engine: SmokeEngine = "transformers"  # engine that runs b
     profile: Profile = "strict"  # drift within this profile is no difference
-    texts: str | None = None  # file of texts to measure on, one a line; null: built-in ones
-    probes: Count = 4  # number of these texts
-    tokens: Annotated[int, Ge(2)] = 32  # tokens of a text, at most
-    attn_implementation: Attention = "sdpa"  # attention of both models
     device: Device = "auto"  # auto: a GPU if there is one
-    threads: Count | None = None  # CPU threads; null: torch's own choice
     timeout_s: Positive = 1800.0  # seconds for everything
     out: str | None = None  # file for the report as JSON, "-" for standard output; null: a table
 

@@ -108,7 +108,7 @@ def judge(expected: Iterable[Expected], tensors: Mapping[str, TensorLike]) -> li
     return checks
 
 
-def require(checks: Iterable[Check], *, stage: str, hint: str = "") -> None:
+def require(checks: Iterable[Check], *, stage: str) -> None:
     """Raise one `ContractError` that lists every failed check."""
     failed = [check for check in checks if not check.ok]
     if not failed:
@@ -121,7 +121,7 @@ def require(checks: Iterable[Check], *, stage: str, hint: str = "") -> None:
         f"{stage}: contract not met: {len(failed)} failed, first {first.name}: "
         f"expected {first.expected}, found {first.found}",
         details=shown,
-        hint=hint or next((check.hint for check in failed if check.hint), ""),
+        hint=next((check.hint for check in failed if check.hint), ""),
     )
     raised.bound = next((asdict(check.bound) for check in failed if check.bound), None)
     raise raised

@@ -18,7 +18,6 @@ import numpy as np
 
 from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
-from tasks.core.report import Row
 from tasks.drift.fingerprint import Fingerprint
 from tasks.evaluation.prompts import Question, Setup
 from tasks.evaluation.scoring import ReferenceScorer
@@ -32,6 +31,7 @@ from tasks.serving.vllm.server import AT_ONCE, running
 from tasks.verify.asked import Asked
 from tasks.verify.compare import Aligned
 from tasks.verify.reference import Probe, Reference, token_facts
+from tasks.verify.report import Row
 from tasks.verify.run import run_checks
 from tasks.verify.servers.client import Client, parallel
 from tasks.verify.servers.llama_cpp import LlamaCppServer

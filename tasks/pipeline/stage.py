@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -25,12 +26,11 @@ from typing import Any
 
 from tasks.core.contract import Check, require
 from tasks.core.disk import disk_full_named
-from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError
+from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError, TimeLimitError
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
 from tasks.pipeline.locks import FOREVER, Needs, Patience, staging
 from tasks.pipeline.report import FlowTracker, StageRecord, StageReport, StageResult
 from tasks.pipeline.source_digest import source_digest
-from tasks.process.deadline import deadline
 
 CONTRACT = "contract.json"
 _LIMITS = {
@@ -160,10 +160,11 @@ class Mechanism:
         def make(out: Path, run: StageRecord, log: Any) -> StageResult:
             arguments = {role: artifact.path for role, artifact in inputs.items()}
             arguments |= {**config, **(context or {}), "log": log}
+            limit = f"{stage.name}_s"
             with (
                 self.devices(stage.needs),
                 self._observed(observe, run, arguments),
-                self._limited(name, stage.name),
+                deadline(name, f"timeouts.{limit}", self.timeouts.get(limit)),
                 disk_full_named(final),
             ):
                 report = function(out, **arguments)
@@ -186,9 +187,6 @@ class Mechanism:
 
         self.results.append(self.call(name, work, {**inputs, **(after or {})}))
         return self.results[-1]
-
-    def _limited(self, name: str, stage: str) -> contextlib.AbstractContextManager[None]:
-        return deadline(name, f"timeouts.{stage}_s", self.timeouts.get(f"{stage}_s"))
 
     @contextlib.contextmanager
     def _stage_named(self, name: str) -> Iterator[None]:
@@ -277,3 +275,31 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "absent"
+
+
+class _Expired(BaseException):
+    """Unwinds the stage; no `except Exception` on the way can swallow it."""
+
+
+@contextlib.contextmanager
+def deadline(stage: str, setting: str, seconds: float | None) -> Iterator[None]:
+    """End the block after a time; its `finally` blocks end the child processes.
+
+    Raises TimeLimitError, which names the setting with the limit.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def expire(*_: object) -> None:
+        raise _Expired
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _Expired:
+        raise TimeLimitError(stage, setting, seconds) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

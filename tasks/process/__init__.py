@@ -8,5 +8,4 @@ launch        a command that runs to its end, or a process that answers requests
 output        lines and events in what they print
 child         a supervised process; `supervise` is its supervisor
 multinode     one run on several machines
-deadline      the time limit of a stage
 """

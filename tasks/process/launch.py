@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tasks.core.errors import PlumblineError, StageProcessError
-from tasks.process.child import GRACE_S, Child, python_child
+from tasks.process.child import Child, python_child
 from tasks.process.output import Log, Output
 
 __all__ = ["Conversation", "launch", "python_child"]
@@ -39,7 +39,6 @@ def launch(
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     on_event: OnEvent | None = None,
-    grace_s: float = GRACE_S,
 ) -> list[str]:
     """Run a command to its end and return its last lines of output.
 
@@ -50,14 +49,13 @@ def launch(
         env: additions to the environment. The project's root is always importable.
         on_event: called in this thread with each event of `tasks/core/events.py`, in order. If it
             raises, the command is ended and the exception is passed on.
-        grace_s: seconds from SIGTERM to SIGKILL when the command is ended.
 
     Raises StageProcessError if the exit status is not zero ("exit"), or the command was too slow
     ("timeout").
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     with Output(stage=stage, log=log, log_path=log_path) as output:
-        with Child(argv, env=env, grace_s=grace_s) as child:
+        with Child(argv, env=env) as child:
             chunk: bytes | None = None
             while chunk != b"" and (chunk := child.read(deadline)) is not None:
                 for event in output.feed(chunk):

@@ -1,4 +1,4 @@
-"""Record flows and stages in MLflow and TensorBoard; a server that is gone never stops a run.
+"""Record flows and stages in MLflow; a server that is gone never stops a run.
 
     tracker = Tracker(uri, "experiment", artifact_root, reports)
     with tracker.flow(name, config, text, tags), tracker.stage("train", origin) as run:

@@ -191,15 +191,8 @@ def _save_pyfunc(folder: Path, model: RegisteredModel, logged: Any) -> None:
     """Write the files of a pyfunc model that loads the served folder: no weights, no code."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
-    from mlflow.types import ColSpec, DataType, Schema
-    from mlflow.types.llm import CHAT_MODEL_OUTPUT_SCHEMA
-    from mlflow.types.schema import Array, Object, Property
+    from mlflow.types.llm import CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA
 
-    message = Object([Property("role", DataType.string), Property("content", DataType.string)])
-    optional = {"max_tokens": DataType.long, "temperature": DataType.double,
-                "top_p": DataType.double, "stop": Array(DataType.string)}  # fmt: skip
-    inputs = [ColSpec(Array(message), "messages")]
-    inputs += [ColSpec(kind, name, required=False) for name, kind in optional.items()]
     data = folder.parent / "served"
     data.mkdir()
     place = {"path": str(model.served.path), "digest": model.served.digest}
@@ -208,7 +201,7 @@ def _save_pyfunc(folder: Path, model: RegisteredModel, logged: Any) -> None:
         str(folder),
         loader_module="tasks.serving.registered_model",
         data_path=str(data),
-        signature=ModelSignature(Schema(inputs), CHAT_MODEL_OUTPUT_SCHEMA),
+        signature=ModelSignature(CHAT_MODEL_INPUT_SCHEMA, CHAT_MODEL_OUTPUT_SCHEMA),
         input_example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
         pip_requirements=[f"{name}=={version(name)}" for name in _LOADED_WITH],
         mlflow_model=Model(model_id=logged.model_id, run_id=logged.source_run_id),

@@ -1,4 +1,4 @@
-"""Record flows and stages in MLflow, and metrics in TensorBoard's event files.
+"""Record flows and stages in MLflow.
 
 The flow opens one parent run and one child run per stage, and closes all of them. Recording never
 raises and never waits for a server (`outbox.py`): a run goes on if MLflow is gone.
@@ -33,7 +33,6 @@ _DELIVER_S = 60.0
 """Time limit of a delivery if a server answers. If it does not, one attempt is made."""
 _INTERRUPTED_S = 5.0
 """The same after Ctrl-C or SIGTERM, when a process has seconds left."""
-_FLUSH_EVERY_S = 2.0
 
 
 class Tracker:
@@ -42,19 +41,12 @@ class Tracker:
     Args:
         artifact_root: folder for logged files if `uri` is a database; None for a server.
         reports: folder in which flows leave their numbers in any case, for messages.
-        event_files: folder for TensorBoard's event files, by run and stage; None for none.
     """
 
     def __init__(
-        self,
-        uri: str,
-        experiment: str,
-        artifact_root: Path | None,
-        reports: Path,
-        event_files: Path | None = None,
+        self, uri: str, experiment: str, artifact_root: Path | None, reports: Path
     ) -> None:
-        self.uri, self._experiment = uri, experiment
-        self._reports, self._event_files = reports, event_files
+        self.uri, self._experiment, self._reports = uri, experiment, reports
         self._server = Server(uri, artifact_root)
         self._outbox: Any = None  # an Outbox while `flow` runs
         self._id = ""
@@ -103,10 +95,8 @@ class Tracker:
         inputs = {f"input.{role}": digest for role, digest in origin.inputs.items()}
         tags = {"stage": name, **inputs}
         local_id = self._start(name, flatten(origin.config), tags, parent=self._id)
-        folder = self._event_files
-        events = folder / (self.run_id or self._id) / name if folder else None
-        run = StageRun(self._outbox, local_id, events, self._datasets)
-        with self._closing(local_id), contextlib.closing(run):
+        run = StageRun(self._outbox, local_id, self._datasets)
+        with self._closing(local_id):
             for digest in origin.inputs.values():
                 run.read(digest, "training" if origin.kind == "shards" else "evaluation")
             yield run
@@ -115,7 +105,7 @@ class Tracker:
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
     ) -> None:
         """Log numbers, small text files and a Markdown description of the whole flow."""
-        parent = StageRun(self._outbox, self._id, datasets=self._datasets)
+        parent = StageRun(self._outbox, self._id, self._datasets)
         parent.metrics(metrics)
         for digest in self._datasets:
             parent.read(digest, "training")
@@ -181,20 +171,14 @@ class Tracker:
 
 
 class StageRun:
-    """MLflow run of one stage, a `StageRecord`; `events` is the folder of its event file."""
+    """MLflow run of one stage, a `StageRecord`; `datasets` are those of the flow, by digest."""
 
     def __init__(
-        self,
-        outbox: Outbox,
-        local_id: str,
-        events: Path | None = None,
-        datasets: dict[str, dict[str, str]] | None = None,
+        self, outbox: Outbox, local_id: str, datasets: dict[str, dict[str, str]] | None = None
     ) -> None:
-        self._outbox, self._id, self._events = outbox, local_id, events
+        self._outbox, self._id = outbox, local_id
         self._datasets = {} if datasets is None else datasets
         self._tables: dict[str, list[Mapping[str, Any]]] = {}
-        self._writer: Any = None
-        self._flushed = time.monotonic()
 
     @property
     def run_id(self) -> str:
@@ -205,24 +189,9 @@ class StageRun:
         """Log numbers of a step, at a time in milliseconds; NaN is left out."""
         at = now() if at is None else at
         for name, value in values.items():
-            if value is None or math.isnan(number := float(value)):
-                continue
-            name = _NAME.sub("_", name)
-            self._outbox.put(METRICS, self._id, name, number, at, step)
-            if self._writer is None and self._events is not None:
-                from tensorboard.summary import Writer
-
-                self._writer = Writer(str(self._events))
-            if self._writer is not None:
-                self._writer.add_scalar(name, number, step, wall_time=at / 1000)
-        if self._writer is not None and time.monotonic() - self._flushed > _FLUSH_EVERY_S:
-            self._writer.flush()
-            self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        """Close the event file."""
-        if self._writer is not None:
-            self._writer.close()
+            if value is not None and not math.isnan(float(value)):
+                name = _NAME.sub("_", name)
+                self._outbox.put(METRICS, self._id, name, float(value), at, step)
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows to a table, which is logged when the stage ends."""

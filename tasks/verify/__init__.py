@@ -6,11 +6,12 @@ target = choose(server.models(), folder, model=None, base=None)
 report = verify(server, target, reference, "standard")  checks/ on one `Asked`
 print(report.text()); report.outcome, report.causes
 
-compare.py has the distance of a server from a fingerprint, causes.py what a distance looks like.
+compare.py has the distance of a server from a fingerprint, checks/weights.py what it looks like.
 """
 
 from tasks.verify.reference import Reference, read_reference
-from tasks.verify.run import EXIT_STATUS, Report, Target, choose, verify
+from tasks.verify.report import EXIT_STATUS, Report
+from tasks.verify.run import Target, choose, verify
 from tasks.verify.servers import connect
 
 __all__ = [

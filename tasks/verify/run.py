@@ -2,125 +2,21 @@
 
 target = choose(server.models(), source, model=None, base=None)     names on the server
 report = verify(server, target, reference, "standard")
-
-The verdict is "verified" if no check found a fault, the served distribution is that of the trained
-model, and it is not as near to that of the base; "fault" if a check found one; else "unverified".
-What the server's API could not prove is named in every form of the report.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-from tasks.core import report
 from tasks.core.errors import ConfigError, PlumblineError
-from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks import CHECKS
 from tasks.verify.reference import Reference
+from tasks.verify.report import Report, Row
 from tasks.verify.servers.server import ServedModel, Server
-
-DECISIVE = "distribution"
-"""Check without which nothing is verified."""
-
-Outcome = Literal["verified", "fault", "unverified"]
-EXIT_STATUS: Mapping[Outcome, int] = {"verified": 0, "fault": 1, "unverified": 2}
-
-
-@dataclass(frozen=True)
-class Report:
-    """Result of one verification."""
-
-    url: str  # without a password
-    server: str  # dialect and version
-    model: str
-    base: str | None  # its name on the server; None without an adapter
-    source: str  # folder of the reference
-    reference: str  # one line about it
-    profile: str
-    checks: tuple[Row, ...]
-    seconds: float
-
-    @property
-    def outcome(self) -> Outcome:
-        """The verdict; see the module docstring."""
-        if report.faults(self.checks):
-            return "fault"
-        decisive = [check.verdict for check in self.checks if check.code == DECISIVE]
-        return "verified" if decisive == ["ok"] and not self.undecided else "unverified"
-
-    @property
-    def undecided(self) -> bool:
-        """True if the answers were compared with base and trained model, and could be of either."""
-        return any(
-            check.code == "adapter" and check.verdict == "unknown" and check.measured
-            for check in self.checks
-        )
-
-    @property
-    def causes(self) -> tuple[Cause, ...]:
-        """Likely causes over all checks, each code once, in the order of the checks."""
-        return tuple(report.causes(self.checks))
-
-    @property
-    def unproven(self) -> tuple[str, ...]:
-        """Names of the checks that the server's API could not answer."""
-        return tuple(check.code for check in self.checks if check.verdict == "unknown")
-
-    @property
-    def line(self) -> str:
-        """The verdict in one line, with what could not be proven."""
-        who = f"{self.model} at {self.url}"
-        if self.outcome == "fault":
-            names = ", ".join(row.code for row in report.faults(self.checks))
-            codes = ", ".join(cause.code for cause in self.causes)
-            text = f"FAULT: {who} is not what was trained ({names}{f': {codes}' if codes else ''})"
-        elif self.outcome == "verified":
-            text = f"verified: {who} is the model of {self.source}"
-        elif self.undecided:
-            text = f"NOT VERIFIED: {who} may be {self.source} or its base: see adapter"
-        else:
-            text = f"NOT VERIFIED: {who} could not be compared with {self.source}"
-        return f"{text}; not proven: {', '.join(self.unproven)}" if self.unproven else text
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report for programs."""
-        return {
-            "verdict": self.outcome,
-            "line": self.line,
-            **vars(self),
-            "causes": [cause.code for cause in self.causes],
-            "unproven": list(self.unproven),
-            "checks": [_as_json(check) for check in self.checks],
-        }
-
-    def text(self) -> str:
-        """Return the report for a terminal: the checks as a table, faults first, the verdict."""
-        about = f"{self.url} ({self.server}): {self.model}"
-        about += f", base {self.base}" if self.base else ""
-        reference = f"reference: {self.source} ({self.reference}), profile {self.profile}"
-        last = f"{self.line}; {self.seconds:.1f} s"
-        return report.folded([about, reference, "", *report.table(self.checks), last])
-
-    def junit(self) -> str:
-        """Return the report as JUnit XML; "unverified" is an error."""
-        error = self.line if self.outcome == "unverified" else ""
-        group = f"verify.{self.model}"
-        return report.junit("plumbline verify", group, self.checks, self.seconds, error)
-
-    def markdown(self) -> str:
-        """Return the report as Markdown for pages of orchestrators and trackers."""
-        return report.markdown(self.line, self.checks)
-
-
-def _as_json(check: Row) -> dict[str, Any]:
-    fields = {"name": check.code, "verdict": check.verdict, "text": check.text}
-    numbers = {"measured": dict(check.measured), "limit": dict(check.limit)}
-    return {**fields, **numbers, "causes": [asdict(cause) for cause in check.causes]}
 
 
 @dataclass(frozen=True)

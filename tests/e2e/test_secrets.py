@@ -187,7 +187,7 @@ def test_no_secret_is_on_record(place: Place) -> None:
     uri = server.uri.replace("//", f"//me:{login}@")
     common = [
         f"--config-dir={place.folder}/conf", "+exp=mine", "tag=${oc.env:RELEASE}", *SMALL,
-        f"reward.function={place.folder}/judge.py:score", "tracking.tensorboard=true",
+        f"reward.function={place.folder}/judge.py:score",
     ]  # fmt: skip
     try:
         (place.folder / "broken").touch()

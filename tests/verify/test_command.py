@@ -39,7 +39,7 @@ def test_all_mistakes_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -
     assert [line.split(":")[0].strip() for line in lines[3:]] == ["out"]
     lines = errors(capsys, *words, "timeout_s=0", "workers=0", "profle=strict")
     keys = {line.split()[0].rstrip(":") for line in lines[1:]}
-    assert keys == {"timeout_s", "workers", "profle"}
+    assert keys == {"timeout_s", "workers", "profle", "url", "source", "out"}
 
 
 def test_a_server_that_is_down_and_a_source_without_a_reference(

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from tasks.core.report import Cause, Row
 from tasks.verify.compare import align, kl_of
-from tasks.verify.run import EXIT_STATUS, Report, Target, choose, verify
+from tasks.verify.report import EXIT_STATUS, Cause, Report, Row
+from tasks.verify.run import Target, choose, verify
 from tasks.verify.servers.server import ServedModel, ServerError
 from tasks.witness.plumbline_witness.prints import FormatNoise
 from tests.verify.synthetic import ArrayServer, world

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
 from tasks.verify.checks.prompt import context, eos, template, tokens
 from tasks.verify.checks.sampling import sampling
 from tasks.verify.checks.weights import adapter, base, distribution
+from tasks.verify.report import Row
 
 CHECKS: Mapping[str, Callable[[Asked], Row]] = {
     # the weights, and the likely cause if they are others; the last two of adapters only

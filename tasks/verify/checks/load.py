@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.compare import change, changes, exceeds
+from tasks.verify.report import Cause, Row
 from tasks.verify.servers.client import parallel
 from tasks.verify.servers.server import Entry, Generated, Scores, UnsupportedError, score
 

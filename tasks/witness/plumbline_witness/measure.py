@@ -22,11 +22,7 @@ BATCH = 4
 
 
 def measure_logprobs(
-    model: Any,
-    probes: Sequence[Sequence[int]],
-    *,
-    at: np.ndarray | None = None,
-    batch: int = BATCH,
+    model: Any, probes: Sequence[Sequence[int]], *, at: np.ndarray | None = None
 ) -> Fingerprint:
     """Return the fingerprint of a causal language model.
 
@@ -35,7 +31,7 @@ def measure_logprobs(
     """
     parts: list[tuple[np.ndarray, ...]] = []
     start = 0
-    for chunk in _chunks(probes, batch):
+    for chunk in _chunks(probes, BATCH):
         logits = forward(model, chunk)
         for row, ids in zip(logits, chunk):
             count = len(ids) - 1

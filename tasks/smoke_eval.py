@@ -33,7 +33,8 @@ from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.serving.reference.rewards import normalised
 from tasks.weights.files.documents import read_json
-from tasks.weights.heads import normalisation_from
+from tasks.weights.heads import SCORE, normalisation_from
+from tasks.weights.quantized.source import open_model
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 
@@ -75,7 +76,7 @@ def smoke_eval(
         if prompts == "pairs":
             assert data is not None
             pairs = read_pairs(served, data, setup)
-        report = _reward_model(setup, strays, model, reference, pairs)
+        report = _reward_model(setup, strays, model, reference, pairs, base)
         return beside_16_bits(report, max_eval_drop) if quantized else report
     question = read_question(
         prompts,
@@ -109,11 +110,12 @@ def _reward_model(
     model: ModelRef,
     reference: Path,
     pairs: Sequence[tuple[list[int], list[int]]],
+    base: Path | None,
 ) -> StageReport:
     """Compare the scores of a reward model with the trained model's, and order held-out pairs."""
     trained = ScorePrint.load(reference / SCORES)
-    count = len(trained.probes)
-    texts = [*map(list, trained.probes), *(ids for pair in pairs for ids in pair)]
+    count, sides = len(trained.probes), [ids for pair in pairs for ids in pair]
+    texts = [*map(list, trained.probes), *sides]
     engine = setup.settings.engine
     if engine == "transformers":
         scores = setup.scorer.rewards(model, texts, raw=True)
@@ -129,8 +131,10 @@ def _reward_model(
     moved = score_drift(trained, now)
     metrics = {f"reward/{key}": value for key, value in asdict(moved).items()}
     if pairs:
-        in_order = list(zip(scores[count::2], scores[count + 1 :: 2], strict=True))
-        metrics |= order_of_pairs(setup.out, in_order)
+        before: list[float] = []
+        if base is not None and SCORE in open_model(base):  # else its head was new: chance
+            before = setup.scorer.rewards(replace(model, path=base), sides, raw=True)
+        metrics |= order_of_pairs(setup.out, before, scores[count:])
     check = verdict(moved, setup.profile, name=name)
     setup.log.info("smoke_eval: scores move by %.2e of their spread", moved.mean_difference)
     return _report(setup, [strays, check], metrics, moved, {})

@@ -180,10 +180,9 @@ class Chain:
     ) -> tuple[dict[str, Artifact], dict[str, Any]]:
         """Return the further inputs and settings of smoke_eval, by the rows of the objective."""
         config: dict[str, Any] = {"dtype": engine_dtype(self.settings)}
-        if self.settings["train"]["objective"] == "reward":
-            # The model before training has no reward head to compare with.
-            return {"data": data}, {**config, "prompts": "pairs"}
         inputs = {"base": before, "data": data}
+        if self.settings["train"]["objective"] == "reward":
+            return inputs, {**config, "prompts": "pairs"}
         if self.rows is TEXTS:
             return inputs, {**config, "prompts": "texts"}
         config["prompts"] = "chat"

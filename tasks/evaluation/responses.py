@@ -266,11 +266,19 @@ def _conversations(reward: Path, measured: Measured, texts: Texts) -> list[list[
     ]
 
 
-def order_of_pairs(out: Path, scores: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Write `pairs.jsonl`, and return the share of pairs whose chosen answer scores higher."""
-    _write(out / PAIRS, ({"chosen": chosen, "rejected": rejected} for chosen, rejected in scores))
-    right = sum(chosen > rejected for chosen, rejected in scores) / len(scores)
-    return {"eval/before": CHANCE, "eval/after": right, "eval/pairs": float(len(scores))}
+def order_of_pairs(out: Path, before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
+    """Write `pairs.jsonl`, and return the share of pairs whose chosen answer scores higher.
+
+    Scores alternate: chosen, rejected. `before` is empty for a model that had no head.
+    """
+    pairs = list(zip(after[::2], after[1::2], strict=True))
+    _write(out / PAIRS, ({"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs))
+    old, new = (
+        sum(a > b for a, b in zip(each[::2], each[1::2], strict=True)) / len(pairs)
+        for each in (before, after)
+    )
+    share = old if before else CHANCE
+    return {"eval/before": share, "eval/after": new, "eval/pairs": float(len(pairs))}
 
 
 def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tasks.evaluation.responses import order_of_pairs
 from tasks.pipeline.report import StageReport
 from tests.settings import smoke_settings
 
@@ -33,6 +34,13 @@ def altered(served: Path, folder: Path, factor: float) -> Path:
 def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
     """Run smoke_eval with everything in place; arguments override."""
     return partial(smoke, settings=LENIENT)
+
+
+def test_pairs_in_order_before_training_are_those_of_the_base_s_own_head(tmp_path: Path) -> None:
+    after = [2.0, 1.0, 0.0, 1.0, 3.0, 2.0, 1.0, 0.0]
+    for before, share in (([], 0.5), ([1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0], 0.25)):
+        metrics = order_of_pairs(tmp_path, before, after)
+        assert metrics == {"eval/before": share, "eval/after": 0.75, "eval/pairs": 4.0}
 
 
 def test_a_changed_layer_is_refused_and_placed(

@@ -36,6 +36,7 @@ from tasks.core.errors import ArtifactError, ConfigError, PlumblineError, Traini
 from tasks.core.redaction import hide
 from tasks.serving.http_server import HOST, NAME, EndedError, Server, free_port
 from tasks.serving.vllm.colocation import (
+    DIRECT,
     KEY_VARIABLE,
     Colocation,
     Generated,
@@ -81,7 +82,9 @@ class RemoteServer:
         if key:
             hide(key)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.Client(base_url=self.url, headers=headers, limits=limits)
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, limits=limits, mounts=DIRECT
+        )
 
     def close(self) -> None:
         """Unload the adapter, if there is one, and close the connections."""

@@ -37,6 +37,12 @@ def test_where_nothing_listens_or_the_address_is_none() -> None:
             Client(url)
 
 
+def test_a_server_of_this_machine_is_asked_past_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    with answering({"/x": lambda _: {"answer": 1}}) as server:
+        assert Client(server.url).get("/x") == {"answer": 1}
+
+
 def test_a_password_in_the_address_is_sent_and_not_shown() -> None:
     with answering({"/x": lambda _: refusal(500, "broken")}) as server:
         url = server.url.replace("http://", "http://user:hunter2hunter2@")

@@ -12,6 +12,8 @@ from tasks.core.errors import ConfigError
 
 KEY_VARIABLE = "PLUMBLINE_API_KEY"
 """Variable with the API key of model servers. Keys of other services are never sent."""
+DIRECT = {"all://127.0.0.1": None, "all://localhost": None}
+"""`mounts` of an httpx client that asks servers of this machine past `HTTP_PROXY`."""
 RANKS_OF_ADAPTERS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks that vLLM can allocate; an adapter uses the next larger one."""
 

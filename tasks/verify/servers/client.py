@@ -18,7 +18,7 @@ import httpx
 
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import hide, hide_in_url, redact_url
-from tasks.serving.vllm.colocation import KEY_VARIABLE
+from tasks.serving.vllm.colocation import DIRECT, KEY_VARIABLE
 from tasks.verify.servers.server import ServerError
 
 EXCERPT = 300
@@ -57,6 +57,7 @@ class Client:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
             limits=httpx.Limits(max_connections=None),
+            mounts=DIRECT,
         )
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,10 @@ from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.packing import Row
+
+LOG = logging.getLogger("plumbline.rl")
+FIRST, GROWTH = 5, 4.0
+"""Iterations whose median mismatch is usual, and how many times that is warned of."""
 
 
 class Mismatch(NamedTuple):
@@ -53,6 +59,7 @@ class ExperienceScorer:
     # with `rl.staleness` the servers, which know the mismatch of their version: responses come from
     # an older one, so their difference is not only mismatch
     servers: ServerEngine | None = None
+    usual: list[float] = field(default_factory=list)  # mismatch of `FIRST` iterations
 
     def measure(self, experience: Experience) -> Experience:
         """Add the log-probabilities by policy and reference and the critic's values, per token."""
@@ -122,11 +129,30 @@ class ExperienceScorer:
                 "is sampled is not what is trained",
                 hint="rl.mismatch_limit=<more> accepts the difference",
             )
+        if has_grown(self.usual, checked, limit) and self.setup.ranks.first:
+            LOG.warning(
+                "iteration %d: trainer and engine differ by %.3g nats per token, far more than "
+                "before: it grows with length and entropy, or the engine has old weights",
+                iteration, checked,
+            )  # fmt: skip
         return {
             "mismatch/mean_abs": checked,
             **{f"{name}/{key}": value for key, value in apart._asdict().items()},
             "entropy": float(-experience.old.mean()),
         }
+
+
+def has_grown(usual: list[float], mean_abs: float, limit: float) -> bool:
+    """Return True for a mismatch far above the usual one, which then is of the next iterations.
+
+    `limit` is the absolute limit: mismatch below a tenth of it is noise of the kernels.
+    """
+    if usual and mean_abs > max(GROWTH * statistics.median(usual), limit / 10):
+        usual.clear()
+        return True
+    if len(usual) < FIRST:
+        usual.append(mean_abs)
+    return False
 
 
 def measure_tokens(

@@ -16,7 +16,7 @@ from tasks.rl.algorithms import Algorithm
 from tasks.rl.experience import Experience
 from tasks.rl.loop import adapted
 from tasks.rl.losses import Totals, policy_loss, value_loss
-from tasks.rl.measure import mismatch
+from tasks.rl.measure import has_grown, mismatch
 from tasks.training.losses import Loss
 from tests.rl.making import KL
 from tests.settings import Loop
@@ -200,3 +200,12 @@ def test_mismatch() -> None:
     for both, whose in (((bad, sampled), "trainer"), ((trained, bad), "engine")):
         with pytest.raises(TrainingError, match=f"2 of 5 .*{whose}"):
             mismatch(*both)
+
+
+def test_a_mismatch_that_grows_below_the_limit_is_warned_of_once() -> None:
+    usual: list[float] = []
+    healthy = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)  # GRPO on the toy, seed 0
+    for value, grown in ((0.02, False), *((v, False) for v in healthy)):
+        assert has_grown(usual, value, 0.1) is grown
+    for value, grown in ((0.0231, False), (0.0257, True), (0.0999, False)):
+        assert has_grown(usual, value, 0.1) is grown

@@ -40,15 +40,17 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     root = tmp_path_factory.mktemp("first screen")
     base = make_base(root / "base")
     adapter = train(base, root / "out", "lora").out / "checkpoint-2"
-    status, text = deliver(root, adapter, f"base={base}", "smoke.engine=none")  # served below
+    status, text = deliver(root, adapter, f"base={base}", "smoke.engine=transformers")
     assert status == 0, text
     return Work(base, adapter, root)
 
 
-def test_the_record_of_another_trainer_tells_the_base_and_the_merge_keeps_it(work: Work) -> None:
+def test_an_adapter_of_another_trainer_is_delivered(work: Work) -> None:
+    """The record alone tells the base; an engine answers as the trainer. vLLM serves it below."""
     stages = {stage["name"]: stage for stage in summary_of(work.root / "runs")["stages"]}
-    assert list(stages) == ["audit", "reference", "merge", "convert"]
+    assert list(stages) == ["audit", "reference", "merge", "convert", "smoke_eval"]
     assert stages["reference"]["drift"]["mean_kl"] < 1e-5
+    assert stages["smoke_eval"]["drift"]["mean_kl"] < 1e-3
 
 
 def test_the_delivered_model_is_served_and_verified(work: Work, tmp_path: Path) -> None:

@@ -102,8 +102,13 @@ class HandOff:
         before = self._model(weights)
         served = self._write(CONVERT, convert, inputs, self.convert_config, before)
         if self.policy is not None:
-            context = {"planned": self.planned}
-            self.run(VALUE_HEAD, value_head, {"source": self.policy}, {}, context)
+            self.mechanism.run(
+                VALUE_HEAD,
+                value_head,
+                inputs={"source": self.policy},
+                config={},
+                context={"planned": self.planned},
+            )
         if self.reference is None:
             return served, None
         self._serve(SMOKE, served.artifact, self.smoke_inputs, trained)
@@ -115,17 +120,6 @@ class HandOff:
             inputs["base"] = served.artifact
         self._serve(SMOKE_QUANTIZED, quantized.artifact, inputs, trained)
         return served, quantized
-
-    def run(
-        self,
-        stage: Stage,
-        function: Any,
-        inputs: Mapping[str, Artifact],
-        config: Mapping[str, Any],
-        context: Mapping[str, Any],
-    ) -> StageResult:
-        """Run one stage."""
-        return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
 
     def _model(self, weights: Artifact, base: Artifact | None = None) -> ModelRef | None:
         """Return the input of a stage as a model; None if it is none that transformers loads."""
@@ -172,7 +166,7 @@ class HandOff:
                     before=before,
                     explain=self._explain,
                 )
-        return self.run(stage, function, inputs, config, context)
+        return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
 
     def _quantize(self, served: Artifact) -> StageResult:
         assert self.reference is not None
@@ -192,7 +186,7 @@ class HandOff:
             "log_path": self.mechanism.logs / "quantize.log",
             "llama_cpp": convert_to["llama_cpp"],
         }
-        return self.run(QUANTIZE, quantize, inputs, config, context)
+        return self.mechanism.run(QUANTIZE, quantize, inputs=inputs, config=config, context=context)
 
     @property
     def quantized_limit(self) -> DriftLimit:
@@ -230,7 +224,9 @@ class HandOff:
         )
         config |= {"settings": settings, "profile": limit}
         inputs = {"served": model, "reference": self.reference, **inputs}
-        self.run(stage, smoke_eval, inputs, config, {"tools": tools})
+        self.mechanism.run(
+            stage, smoke_eval, inputs=inputs, config=config, context={"tools": tools}
+        )
 
     @property
     def _explain(self) -> Explainer:

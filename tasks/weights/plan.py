@@ -118,7 +118,7 @@ class Encoding:
     # "weight" for the 8-bit matrix, "scale" for the scale of every row, (rows, 1)
     part: Literal["weight", "scale"]
     columns: int  # columns of the matrix
-    held: str = "BF16"  # dtype in which a loader may hold the scales
+    scale_dtype: str = "BF16"  # dtype in which a loader may hold the scales
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ _PACKED, _PACKED_SCALE_ERROR = 64, 0.08
 
 @dataclass
 class Fit:
-    """What is left along a direction, as a factor of it: sums over the elements of a tensor."""
+    """Rest of a tensor along a direction, as a factor of it: sums over the elements."""
 
     norm: float = 0.0  # squared norm of the direction
     inner: float = 0.0  # inner product of what is left with it

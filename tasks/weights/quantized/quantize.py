@@ -164,7 +164,7 @@ def encode(encoding: Encoding, block: torch.Tensor) -> torch.Tensor:
     weights = _arguments(encoding.scheme)
     low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
     scale, zero = calculate_qparams(low, high, weights)
-    scale, near = scale.float(), scale.float().to(torch_dtype(encoding.held))
+    scale, near = scale.float(), scale.float().to(torch_dtype(encoding.scale_dtype))
     above = torch.nextafter(near, torch.full_like(near, torch.inf))
     scale = torch.where(near.float() < scale, above, near).float()
     if encoding.part == "scale":

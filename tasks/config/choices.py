@@ -9,6 +9,7 @@ Natural = Annotated[int, Ge(0)]
 Positive = Annotated[float, Interval(gt=0, le=1e12)]
 NonNegative = Annotated[float, Interval(ge=0, le=1e12)]
 Share = Annotated[float, Interval(ge=0, le=1)]
+LessThanHalf = Annotated[float, Interval(ge=0, lt=0.5)]
 PositiveShare = Annotated[float, Interval(gt=0, le=1)]
 Rate = Annotated[float, Interval(gt=0, le=10)]
 """A learning rate."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tasks.config.choices import (
     AdapterInit,
@@ -15,6 +15,7 @@ from tasks.config.choices import (
     Decay,
     Device,
     Keep,
+    LessThanHalf,
     Mask,
     Natural,
     NonNegative,
@@ -42,12 +43,12 @@ class Loss(Section):
     not have is refused, see `tasks/training/losses.py`.
     """
 
-    kind: str | None = None  # dpo: sigmoid, ipo
+    kind: Literal["sigmoid", "ipo"] | None = None  # dpo
     beta: float | None = None  # dpo, kto, orpo, simpo
     gamma: float | None = None  # simpo: margin of the rewards
     margin: float | None = None  # reward: added to the pairs' own margins
     center: float | None = None  # reward: weight of the squared sum of scores
-    label_smoothing: float | None = None  # dpo: share of wrong labels (cDPO)
+    label_smoothing: LessThanHalf | None = None  # dpo: share of wrong labels (cDPO)
     nll: float | None = None  # dpo, simpo: weight of the chosen response's cross-entropy
     desirable_weight: float | None = None  # kto: weight of desirable responses
     undesirable_weight: float | None = None  # kto: weight of undesirable responses

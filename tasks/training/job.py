@@ -151,15 +151,9 @@ class TrainJob:
     @classmethod
     def read(cls, path: Path) -> TrainJob:
         """Read a job that `write` wrote."""
-        document = json.loads(path.read_text())
-        return cls(
-            settings=read_section(Settings, document["settings"], "settings"),
-            base_digest=document["base_digest"],
-            identity=document["identity"],
-            max_truncated=document["max_truncated"],
-            **{name: Path(document[name]) for name in ("base", "data", "out", "checkpoints")},
-            **{n: Path(document[n]) for n in _OPTIONAL_PATHS if document[n]},
-        )
-
-
-_OPTIONAL_PATHS = ("resume", "universal", "rollout_base", "reward", "adapter")
+        values = json.loads(path.read_text())
+        for each in fields(cls):
+            if "Path" in str(each.type) and values[each.name] is not None:
+                values[each.name] = Path(values[each.name])
+        values["settings"] = read_section(Settings, values["settings"], "settings")
+        return cls(**values)

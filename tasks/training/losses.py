@@ -14,30 +14,24 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from tasks.core.errors import ConfigError
-from tasks.training.tokens.order import Counts
+from tasks.training.tokens.order import Totals
 from tasks.training.tokens.packing import Row
 
-KINDS = ("sigmoid", "ipo")
-"""Variants of `dpo`."""
 
+class Output(NamedTuple):
+    """Output of the model on one row, float32; an objective reads those that it needs."""
 
-@dataclass(frozen=True)
-class ModelOutput:
-    """Output of the model on one row, float32."""
-
-    # (N,) log-probabilities of the supervised tokens, in nats; causal models
-    logprobs: torch.Tensor | None = None
-    scores: torch.Tensor | None = None  # (S,) scores of the sequences; models with a score head
-    # (S,) sums of log-probabilities under the reference model, if needed
-    reference: torch.Tensor | None = None
-    # scalar, mean log-ratio of KTO's mismatched answers over the whole step
-    baseline: torch.Tensor | None = None
+    logprobs: Any = None  # (N,) log-probabilities of the supervised tokens, in nats
+    scores: Any = None  # (S,) scores of the sequences, by a model with a score head
+    reference: Any = None  # (S,) sums of log-probabilities under the reference model
+    baseline: Any = None  # scalar, mean log-ratio of KTO's mismatched answers over the whole step
 
 
 class Loss(NamedTuple):
@@ -48,14 +42,13 @@ class Loss(NamedTuple):
     measures: Mapping[str, torch.Tensor]
 
 
-def sft(output: ModelOutput, row: Row, counts: Counts) -> Loss:
+def sft(output: Output, row: Row, totals: Totals) -> Loss:
     """Return the mean cross-entropy in nats per supervised token."""
-    assert output.logprobs is not None
-    return Loss(-output.logprobs.sum() / counts.supervised[0], {})
+    return Loss(-output.logprobs.sum() / totals.supervised[0], {})
 
 
 def reward(
-    output: ModelOutput, row: Row, counts: Counts, *, margin: float = 0.0, center: float = 0.0
+    output: Output, row: Row, totals: Totals, *, margin: float = 0.0, center: float = 0.0
 ) -> Loss:
     """Return the mean over pairs of -log sigmoid(chosen - rejected - margin), in nats.
 
@@ -63,26 +56,19 @@ def reward(
     added to the margin of its pair; `center` weighs mean((chosen + rejected)^2), which keeps scores
     around zero (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
     """
-    assert output.scores is not None
     chosen, rejected = output.scores.view(-1, 2).unbind(dim=1)
     gap = chosen - rejected
-    wanted = gap - margin - row.values.get("margin", torch.zeros_like(gap))
-    losses = -logsigmoid(wanted)
+    losses = -logsigmoid(gap - margin - row.values.get("margin", torch.zeros_like(gap)))
     if center:
         losses = losses + center * (chosen + rejected).square()
-    measures = {
-        "accuracy": (gap > 0).float().sum(),
-        "margin": gap.sum(),
-        "chosen": chosen.sum(),
-        "rejected": rejected.sum(),
-    }
-    return _mean(losses, measures, counts)
+    metrics = {"accuracy": (gap > 0).float(), "margin": gap, "chosen": chosen, "rejected": rejected}
+    return _mean(losses, metrics, totals)
 
 
 def dpo(
-    output: ModelOutput,
+    output: Output,
     row: Row,
-    counts: Counts,
+    totals: Totals,
     *,
     kind: str = "sigmoid",
     beta: float = 0.1,
@@ -99,8 +85,6 @@ def dpo(
     sums of a response), and the NLL is a mean over the chosen tokens of the step (Pang et al. 2024,
     arXiv:2404.19733, eq. 1: a mean over pairs, each divided by its own length).
     """
-    assert output.logprobs is not None
-    assert output.reference is not None
     sums = row.sums(output.logprobs)
     ratios = (sums - output.reference).view(-1, 2)
     if kind == "ipo":
@@ -109,14 +93,13 @@ def dpo(
     else:
         gap, smooth = beta * (ratios[:, 0] - ratios[:, 1]), label_smoothing
         losses = -(1 - smooth) * logsigmoid(gap) - smooth * logsigmoid(-gap)
-    loss = _mean(losses, _of_pairs(beta * ratios.detach(), sums.detach()), counts)
-    return _with_nll(loss, sums, counts, nll)
+    return _of_pairs(losses, beta * ratios.detach(), sums, totals, nll=nll)
 
 
 def simpo(
-    output: ModelOutput,
+    output: Output,
     row: Row,
-    counts: Counts,
+    totals: Totals,
     *,
     beta: float = 2.0,
     gamma: float = 1.0,
@@ -126,35 +109,31 @@ def simpo(
 
     Meng et al. 2024, arXiv:2405.14734, eq. 6.
     """
-    assert output.logprobs is not None
     sums = row.sums(output.logprobs)
     rewards = beta * (sums / row.counts()).view(-1, 2)
     losses = -logsigmoid(rewards[:, 0] - rewards[:, 1] - gamma)
-    loss = _mean(losses, _of_pairs(rewards.detach(), sums.detach()), counts)
-    return _with_nll(loss, sums, counts, nll)
+    return _of_pairs(losses, rewards, sums, totals, nll=nll)
 
 
-def orpo(output: ModelOutput, row: Row, counts: Counts, *, beta: float = 0.1) -> Loss:
+def orpo(output: Output, row: Row, totals: Totals, *, beta: float = 0.1) -> Loss:
     """Return the mean cross-entropy of the chosen answers' tokens + beta * odds-ratio loss.
 
     Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; `beta` is the paper's lambda.
     """
-    assert output.logprobs is not None
     sums = row.sums(output.logprobs)
     means = (sums / row.counts()).view(-1, 2)
     odds = means - _log1mexp(means)
     gap = odds[:, 0] - odds[:, 1]
-    nll = -sums[0::2].sum() / counts.supervised[0]
-    measures = _of_pairs(beta * means.detach(), sums.detach()) | {"log_odds": gap.detach().sum()}
-    losses = -logsigmoid(gap)
-    value = nll + beta * losses.sum() / counts.examples
-    return Loss(value, _mean(losses, measures, counts).measures)
+    metrics = {"log_odds": gap}
+    return _of_pairs(
+        -logsigmoid(gap), beta * means, sums, totals, weight=beta, nll=1.0, more=metrics
+    )
 
 
 def kto(
-    output: ModelOutput,
+    output: Output,
     row: Row,
-    counts: Counts,
+    totals: Totals,
     *,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
@@ -167,23 +146,20 @@ def kto(
     answers to the prompts of other examples (role `mismatched`). It is at least 0 and has no
     gradient. Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
     """
-    assert output.logprobs is not None
-    assert output.reference is not None
-    assert output.baseline is not None
     ratios = row.sums(output.logprobs) - output.reference
     z0 = output.baseline.clamp(min=0.0)
     good = row.values["desirable"] > 0.5
     sign = torch.where(good, 1.0, -1.0)
     weight = torch.where(good, desirable_weight, undesirable_weight)
     losses = weight * (1 - torch.sigmoid(sign * beta * (ratios - z0)))
-    rewards = beta * ratios.detach()
-    measures = {
-        "reward_desirable": (rewards * good).sum(),
-        "reward_undesirable": (rewards * ~good).sum(),
-        "share_desirable": good.float().sum(),
+    rewards = beta * ratios
+    metrics = {
+        "reward_desirable": rewards * good,
+        "reward_undesirable": rewards * ~good,
+        "share_desirable": good.float(),
         "kl": z0 * len(ratios),
     }
-    return _mean(losses, measures, counts)
+    return _mean(losses, metrics, totals)
 
 
 def by_kind(totals: dict[str, float]) -> dict[str, float]:
@@ -196,31 +172,40 @@ def by_kind(totals: dict[str, float]) -> dict[str, float]:
     return totals | means
 
 
-def _mean(losses: torch.Tensor, measures: Mapping[str, torch.Tensor], counts: Counts) -> Loss:
-    """Return a row's part of the means over all examples of the step."""
-    means = {name: value.detach() / counts.examples for name, value in measures.items()}
-    return Loss(losses.sum() / counts.examples, means)
+def _mean(losses: torch.Tensor, metrics: Mapping[str, torch.Tensor], totals: Totals) -> Loss:
+    """Return a row's part of the means over all examples of the step, from values of examples."""
+    means = {name: each.detach().sum() / totals.examples for name, each in metrics.items()}
+    return Loss(losses.sum() / totals.examples, means)
 
 
-def _with_nll(loss: Loss, sums: torch.Tensor, counts: Counts, weight: float) -> Loss:
-    """Add the cross-entropy of the chosen answers' tokens."""
-    if not weight:
-        return loss
-    value = loss.value - weight * sums[0::2].sum() / counts.supervised[0]
-    return Loss(value, loss.measures)
+def _of_pairs(
+    losses: torch.Tensor,
+    rewards_E2: torch.Tensor,
+    sums_S: torch.Tensor,
+    totals: Totals,
+    *,
+    weight: float = 1.0,
+    nll: float = 0.0,
+    more: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Loss:
+    """Return weight * mean of losses + nll * cross-entropy of the chosen answers' tokens.
 
-
-def _of_pairs(rewards_E2: torch.Tensor, sums_S: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return sums of the usual metrics of pairs: implicit rewards, and log-probs in nats."""
-    chosen, rejected = rewards_E2.unbind(dim=1)
-    return {
-        "accuracy": (chosen > rejected).float().sum(),
-        "margin": (chosen - rejected).sum(),
-        "reward_chosen": chosen.sum(),
-        "reward_rejected": rejected.sum(),
-        "logp_chosen": sums_S[0::2].sum(),
-        "logp_rejected": sums_S[1::2].sum(),
+    Metrics are implicit rewards and log-probabilities in nats, and those in `more`.
+    """
+    (chosen, rejected), logps = rewards_E2.unbind(dim=1), sums_S.view(-1, 2)
+    metrics = {
+        "accuracy": (chosen > rejected).float(),
+        "margin": chosen - rejected,
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "logp_chosen": logps[:, 0],
+        "logp_rejected": logps[:, 1],
+        **more,
     }
+    value = weight * losses.sum() / totals.examples
+    if nll:
+        value = value - nll * logps[:, 0].sum() / totals.supervised[0]
+    return Loss(value, _mean(losses, metrics, totals).measures)
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
@@ -235,16 +220,19 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
 class Objective:
     """A loss and what it needs."""
 
-    # returns a row's part of the loss, from its `ModelOutput`, `Row` and `Counts`
-    loss: Callable[..., Loss]
+    loss: Callable[..., Loss]  # of `Output`, `Row` and `Totals`
     roles: tuple[str, ...] = ("text",)  # names of an example's sequences
-    # `tokens` (a causal model) or `score` (a model with a score head of one label)
-    head: str = "tokens"
-    needs_reference: bool = False  # True if the loss reads `ModelOutput.reference`
-    # role whose sequences give `ModelOutput.baseline`, or None; they are not trained on
+    head: str = "tokens"  # `score` for a model with a score head of one label
+    needs_reference: bool = False  # True if the loss reads `Output.reference`
+    # role whose sequences give `Output.baseline`, or None; they are not trained on
     baseline_role: str | None = None
     # returns the metrics of a step from their sums over all rows and ranks
     means: Callable[[dict[str, float]], dict[str, float]] = dict
+
+    @property
+    def trained(self) -> list[int]:
+        """Numbers of the roles that are trained on."""
+        return [i for i, role in enumerate(self.roles) if role != self.baseline_role]
 
 
 _PAIR = ("chosen", "rejected")
@@ -254,23 +242,12 @@ OBJECTIVES = {
     "dpo": Objective(dpo, _PAIR, needs_reference=True),
     "orpo": Objective(orpo, _PAIR),
     "simpo": Objective(simpo, _PAIR),
-    "kto": Objective(
-        kto,
-        ("text", "mismatched"),
-        needs_reference=True,
-        baseline_role="mismatched",
-        means=by_kind,
-    ),
+    "kto": Objective(kto, ("text", "mismatched"), "tokens", True, "mismatched", by_kind),
 }
 
 
 def objective(name: str, options: Mapping[str, Any]) -> Objective:
-    """Return an objective with its options set; ConfigError for unknown names and values."""
-    if name not in OBJECTIVES:
-        raise ConfigError(
-            f"train.objective={name} is not an objective",
-            hint=f"train.objective={'|'.join(sorted(OBJECTIVES))}",
-        )
+    """Return an objective with its options set; ConfigError for options that it does not have."""
     chosen = OBJECTIVES[name]
     options = {key: value for key, value in options.items() if value is not None}
     known = list(inspect.signature(chosen.loss).parameters)[3:]
@@ -280,11 +257,4 @@ def objective(name: str, options: Mapping[str, Any]) -> Objective:
             details=[f"train.loss.{key}={options[key]}" for key in unknown],
             hint=f"{name} has: {', '.join(known) or 'none'}; null keeps the default",
         )
-    for key, fine, allowed in (
-        ("kind", options.get("kind", KINDS[0]) in KINDS, "|".join(KINDS)),
-        ("label_smoothing", 0.0 <= options.get("label_smoothing", 0.0) < 0.5, "0 <= x < 0.5"),
-    ):
-        if not fine:
-            problem = f"train.loss.{key}={options[key]} is not valid for train.objective={name}"
-            raise ConfigError(problem, hint=f"train.loss.{key}={allowed}")
     return replace(chosen, loss=partial(chosen.loss, **options))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ from tasks.weights.files.folder import PROCESSORS, copy_side_file, side_files
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 
-def write_shards(model: Any, out: Path, ranks: Ranks, *, what: str = "trained tensors") -> None:
+def write_shards(model: Any, out: Path, ranks: Ranks) -> None:
     """Write this rank's partitions of the trained tensors, all finite, to `out / "shards"`."""
     partitions = own_partitions(model, rank=ranks.rank, world_size=ranks.world_size)
     if broken := not_finite(partitions):
         raise TrainingError(
-            f"after the last step {len(broken)} {what} are not finite, first {broken[0]} on rank "
-            f"{ranks.rank}",
+            f"after the last step {len(broken)} trained tensors are not finite, first {broken[0]} "
+            f"on rank {ranks.rank}",
             details=broken[:20],
         )
     write_partitions(partitions, out / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
@@ -47,75 +46,36 @@ def write_model(job: TrainJob, *, model: Any, tokenizer: Any) -> None:
 
     Call it before the first step: a base that cannot be written then costs no training.
     """
-    write_partition_index(job, model, job.out / PARTITIONS)
-    write_configs(job, model)
-    tokenizer.save_pretrained(job.out / "tokenizer")
-    for path in side_files(job.side_files, PROCESSORS):
-        copy_side_file(path, job.out / "tokenizer" / path.name)
-
-
-def write_results(
-    job: TrainJob,
-    *,
-    metrics: dict[str, float],
-    progress: Progress,
-    measured: Fingerprint | ScorePrint,
-    scores: HeldOutScores | None = None,
-) -> None:
-    """Write `train.json`, and the fingerprint of the live engine or a reward model's scores."""
-    settings, out = job.settings, job.out
-    mark = FINGERPRINT if isinstance(measured, Fingerprint) else SCORES
-    write_json(
-        out / "train.json",
-        {
-            "objective": settings.objective,
-            "metrics": metrics,
-            "losses": progress.losses,
-            "evaluations": progress.evaluations,
-            "quantization": settings.peft.quantization(settings.dtype),
-            "attn_implementation": settings.attn_implementation,
-            "base_digest": job.base_digest,
-            "texts": holds_texts(job.data / "heldout.jsonl"),  # raw texts need no chat template
-            "print": mark,  # file name of the fingerprint
-            "scores": asdict(scores) if scores else None,
-        },
-    )
-    measured.save(out / mark)
-
-
-def write_partition_index(job: TrainJob, model: Any, path: Path) -> None:
-    """Write `partitions.json`: trained tensors, their shapes and how ranks partition them."""
-    parameters, settings = trainable(model), job.settings
-    dtypes = {SAFETENSORS_DTYPES[p.dtype] for p in parameters.values()}
+    settings, parameters, out = job.settings, trainable(model), job.out
+    full = settings.peft.kind == "none"
     document = {
         "format": 1,
         "world_size": settings.world_size,
         "zero_stage": settings.zero.stage,
-        "mode": "full" if settings.peft.kind == "none" else "adapter",
-        "dtype": ",".join(sorted(dtypes)),
+        "mode": "full" if full else "adapter",
+        "dtype": ",".join(sorted({SAFETENSORS_DTYPES[p.dtype] for p in parameters.values()})),
         "parameters": {name: {"shape": list(full_shape(p))} for name, p in parameters.items()},
     }
-    write_json(path, document)
-
-
-def write_configs(job: TrainJob, model: Any) -> None:
-    """Write config.json, generation_config.json and, for an adapter, adapter_config.json."""
-    if job.settings.peft.kind != "none":
-        write_adapter_config(model, job.out)
+    write_json(out / PARTITIONS, document)
+    if not full:
+        write_adapter_config(model, out)
         model = model.get_base_model()
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):  # training's own, not the model's
         del config.quantization_config
     config.architectures = [type(model).__name__]  # a reward model differs from its base
-    config.to_json_file(job.out / "config.json", use_diff=True)
-    source = job.side_files / "generation_config.json"
-    if source.is_file():
-        shutil.copyfile(source, job.out / source.name)
-        return
-    from transformers import GenerationConfig
+    config.to_json_file(out / "config.json", use_diff=True)
+    generation = job.side_files / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, out / generation.name)
+    else:
+        from transformers import GenerationConfig
 
-    # A reward model has none. `save_pretrained` would refuse the sampling settings of the base.
-    GenerationConfig.from_model_config(config).to_json_file(job.out / source.name)
+        # A reward model has none. `save_pretrained` would refuse the sampling settings of the base.
+        GenerationConfig.from_model_config(config).to_json_file(out / generation.name)
+    tokenizer.save_pretrained(out / "tokenizer")
+    for path in side_files(job.side_files, PROCESSORS):
+        copy_side_file(path, out / "tokenizer" / path.name)
 
 
 def write_adapter_config(model: Any, out: Path) -> None:
@@ -129,6 +89,33 @@ def write_adapter_config(model: Any, out: Path) -> None:
     config.base_model_name_or_path = None
     config.inference_mode = True
     config.save_pretrained(out)
+
+
+def write_results(
+    job: TrainJob,
+    *,
+    metrics: dict[str, float],
+    progress: Progress,
+    measured: Fingerprint | ScorePrint,
+    scores: HeldOutScores | None = None,
+) -> None:
+    """Write `train.json`, and the fingerprint of the live engine or a reward model's scores."""
+    settings, out = job.settings, job.out
+    mark = FINGERPRINT if isinstance(measured, Fingerprint) else SCORES
+    document = {
+        "objective": settings.objective,
+        "metrics": metrics,
+        "losses": progress.losses,
+        "evaluations": progress.evaluations,
+        "quantization": settings.peft.quantization(settings.dtype),
+        "attn_implementation": settings.attn_implementation,
+        "base_digest": job.base_digest,
+        "texts": holds_texts(job.data / "heldout.jsonl"),  # raw texts need no chat template
+        "print": mark,  # file name of the fingerprint
+        "scores": vars(scores) if scores else None,
+    }
+    write_json(out / "train.json", document)
+    measured.save(out / mark)
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

@@ -21,11 +21,11 @@ from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Batch, TrainJob
-from tasks.training.losses import Loss, ModelOutput, Objective
+from tasks.training.losses import Loss, Objective, Output
 from tasks.training.model.adapter import initial_weights
 from tasks.training.model.packed_model import PLAIN, TokenOutputs
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Counts, Dealt, heldout_rounds
+from tasks.training.tokens.order import Dealt, Totals, heldout_rounds
 from tasks.training.tokens.packing import Row, pack
 
 FOLDER = "reference"
@@ -45,46 +45,44 @@ class Passes:
     router: float = 0.0
 
     def loss(
-        self,
-        examples: Examples,
-        chosen: Sequence[int],
-        *,
-        counts: Counts,
-        baseline: torch.Tensor | None,
+        self, examples: Examples, dealt: Dealt, totals: Totals, baseline: torch.Tensor | None = None
     ) -> Loss:
-        """Return the part of the chosen examples, a row, in the loss of a step or an evaluation.
+        """Return a row's part of the loss of a step or an evaluation; 0 if it is not counted.
 
-        `counts` are the totals of the whole step or evaluation. The router loss of a mixture of
-        experts belongs to training, not to evaluations.
+        `totals` are those of the whole step or evaluation. The router loss of a mixture of experts
+        belongs to training, not to evaluations.
         """
-        row = pack(examples, chosen, roles=self._trained_roles()).to(self.ranks.device)
-        reference = self._reference(row) if self.objective.needs_reference else None
-        balance, routed = None, bool(self.router) and torch.is_grad_enabled()
+        roles, training = self.objective.trained, torch.is_grad_enabled()
+        row = pack(examples, dealt.chosen, roles=roles).to(self.ranks.device)
+        reference = None
+        if self.objective.needs_reference:
+            with torch.no_grad(), self.evaluating():
+                reference = self._reference(row, roles)
+        routed = bool(self.router) and training
         out = self.engine(row=row, outputs=TokenOutputs(router=True) if routed else PLAIN)
-        if routed:
-            out, balance = out[:-1], out[-1]
+        results = out[:-1] if routed else out
+        output = Output(logprobs=results, reference=reference, baseline=baseline)
         if self.objective.head == "score":
-            output = ModelOutput(scores=out)
-        else:
-            output = ModelOutput(logprobs=out, reference=reference, baseline=baseline)
-        loss = self.objective.loss(output, row, counts)
-        if balance is None:
+            output = Output(scores=results)
+        loss = self.objective.loss(output, row, totals)
+        if routed:
+            balance = out[-1] * (row.ids.shape[1] / totals.tokens)
+            measures = {**loss.measures, "router_loss": balance.detach()}
+            loss = Loss(loss.value + self.router * balance, measures)
+        if dealt.counted:
             return loss
-        balance = balance * (row.ids.shape[1] / counts.tokens)
-        measures = {**loss.measures, "router_loss": balance.detach()}
-        return Loss(loss.value + self.router * balance, measures)
+        return Loss(loss.value * 0, {name: value * 0 for name, value in loss.measures.items()})
 
     def baseline(self, examples: Examples, rows: Sequence[Dealt]) -> torch.Tensor | None:
         """Return the mean log-ratio of the baseline role's sequences, over all rows and ranks."""
-        role = self.objective.baseline_role
-        if role is None:
+        if self.objective.baseline_role is None:
             return None
-        number = self.objective.roles.index(role)
+        roles = [self.objective.roles.index(self.objective.baseline_role)]
         total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         with torch.no_grad(), self.evaluating():
             for chosen, counted in rows:
-                row = pack(examples, chosen, roles=(number,)).to(self.ranks.device)
-                ratios = row.sums(self.engine(row=row)) - self._sums_of_reference(row, [number])
+                row = pack(examples, chosen, roles=roles).to(self.ranks.device)
+                ratios = row.sums(self.engine(row=row)) - self._reference(row, roles)
                 if counted:
                     total[0] += ratios.double().sum()
                     total[1] += len(ratios)
@@ -100,15 +98,17 @@ class Passes:
         rounds = heldout_rounds(examples, batch, world_size=ranks.replicas, rank=ranks.replica)
         return rounds if ranks.leads else [Dealt(row.chosen, counted=False) for row in rounds]
 
-    def each(self, examples: Examples, batch: Batch) -> Iterator[tuple[Row, torch.Tensor, bool]]:
-        """Yield each row of `heldout` with all roles, the model's output, and whether it counts.
+    def each(self, examples: Examples, batch: Batch) -> Iterator[tuple[Row, torch.Tensor]]:
+        """Yield each row of `heldout` that counts, with all roles, and the model's output.
 
         Outputs have no gradient. All ranks take part, to the end.
         """
         with torch.no_grad(), self.evaluating():
             for chosen, counted in self.heldout(examples, batch):
                 row = pack(examples, chosen).to(self.ranks.device)
-                yield row, self.engine(row=row), counted
+                out = self.engine(row=row)
+                if counted:
+                    yield row, out
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -120,15 +120,7 @@ class Passes:
         finally:
             self.engine.train(was)
 
-    def _trained_roles(self) -> list[int]:
-        roles = self.objective.roles
-        return [i for i, role in enumerate(roles) if role != self.objective.baseline_role]
-
-    def _reference(self, row: Row) -> torch.Tensor:
-        with torch.no_grad(), self.evaluating():
-            return self._sums_of_reference(row, self._trained_roles())
-
-    def _sums_of_reference(self, row: Row, roles: Sequence[int]) -> torch.Tensor:
+    def _reference(self, row: Row, roles: Sequence[int]) -> torch.Tensor:
         """Return (S,) sums of log-probabilities under the reference.
 
         They are either stored (`with_reference`) or computed now, with the adapter as it was
@@ -142,23 +134,16 @@ class Passes:
             return row.sums(self.engine(row=row))
 
 
-class Sums:
-    """Sums of named scalars over rows and ranks, on the device; read with one transfer."""
+def add_up(
+    ranks: Ranks, rows: Sequence[Mapping[str, torch.Tensor]], *, counted: bool = True
+) -> dict[str, float]:
+    """Add up named scalars of this rank's rows and of all ranks, read with one transfer.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._sums: dict[str, torch.Tensor] = {}
-
-    def add(self, values: Mapping[str, torch.Tensor], *, counted: bool = True) -> None:
-        """Add values, or zeros, to the sums of their names, which are the same on all ranks."""
-        for name, value in values.items():
-            more = value.detach().double() if counted else value.new_zeros((), dtype=torch.float64)
-            self._sums[name] = self._sums[name] + more if name in self._sums else more
-
-    def total(self) -> dict[str, float]:
-        """Return the sums over all ranks, which have to call this together."""
-        totals = self._ranks.total(torch.stack(list(self._sums.values())))
-        return dict(zip(self._sums, totals.tolist(), strict=True))
+    All ranks have rows, with the same names. A rank that does not count adds zeros.
+    """
+    sums = [sum(row[name].detach().double() for row in rows) for name in rows[0]]
+    own = torch.stack(sums) * counted
+    return dict(zip(rows[0], ranks.total(own).tolist(), strict=True))
 
 
 def with_reference(
@@ -183,11 +168,10 @@ def with_reference(
                 hint="train.resume=never starts from the beginning and computes them",
             )
     else:
-        totals = torch.zeros(shape, device=ranks.device)
-        for row, logprobs, counted in passes.each(examples, job.settings.batch):
-            if counted:
-                totals[row.examples] = row.sums(logprobs).view(-1, shape[1])
-        sums = ranks.total(totals).cpu().numpy()
+        mine = torch.zeros(shape, device=ranks.device)
+        for row, logprobs in passes.each(examples, job.settings.batch):
+            mine[row.examples] = row.sums(logprobs).view(-1, shape[1])
+        sums = ranks.total(mine).cpu().numpy()
         if ranks.first:
             path.parent.mkdir(parents=True, exist_ok=True)
             np.save(path, sums)
@@ -212,11 +196,11 @@ def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutS
     """
     ranks = passes.ranks
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
-    for _, raw, counted in passes.each(examples, batch):
+    for row, raw in passes.each(examples, batch):
         scores = raw.double()
-        if counted:
-            ones = torch.ones_like(scores).sum()
-            sums += torch.stack([scores.sum(), scores.square().sum(), ones])
+        sums[0] += scores.sum()
+        sums[1] += scores.square().sum()
+        sums[2] += row.sequences
     total, squares, count = ranks.total(sums).tolist()
     mean = total / count
     variance = squares / count - mean**2

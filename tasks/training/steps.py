@@ -14,12 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from tasks.core.errors import TrainingError
-from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.job import Optim, TrainJob
+from tasks.training.job import Optim
 from tasks.training.losses import Loss
-from tasks.training.passes import Sums
+from tasks.training.passes import add_up
 
 Row = TypeVar("Row")
 """A row as `loss_of` takes it."""
@@ -41,15 +39,14 @@ def accumulate(
     # the whole step's. Ranks that share a row have its whole loss, and each the gradient of its own
     # tokens.
     undo = len(rows) * ranks.world_size
-    sums, losses = Sums(ranks), []
-    for place, chosen in enumerate(rows):
-        if place:
+    measured: list[dict[str, torch.Tensor]] = []
+    for row in rows:
+        if measured:
             engine.step()  # counts the row before; changes no weight
-        loss = loss_of(chosen)
+        loss = loss_of(row)
         engine.backward(loss.value * undo)
-        losses.append(loss.value.detach())
-        sums.add({"loss": loss.value, **loss.measures}, counted=ranks.leads)
-    return sums.total(), [float(loss) for loss in losses]
+        measured.append({"loss": loss.value.detach(), **loss.measures})
+    return add_up(ranks, measured, counted=ranks.leads), [float(row["loss"]) for row in measured]
 
 
 def take(engine: Any, *, half: bool) -> tuple[float, bool]:
@@ -66,38 +63,9 @@ def take(engine: Any, *, half: bool) -> tuple[float, bool]:
     return (math.nan if skipped or not 0 <= norm < math.inf else norm), False
 
 
-def not_finite(
-    what: str,
-    samples: Sequence[Sequence[str]],
-    losses: Sequence[float],
-    *,
-    ranks: Ranks,
-    job: TrainJob,
-) -> TrainingError:
-    """Return the error of a step, the same on every rank; all take part.
-
-    `what` is the problem, such as "loss is nan in step 3"; `samples` are the names in each row of
-    this rank, and `losses` the losses of these rows.
-    """
-    mine = [
-        f"rank {ranks.rank}, row {number} (samples {', '.join(names[:8])}"
-        f"{', ...' if len(names) > 8 else ''}): loss {loss:.6g}"
-        for number, (names, loss) in enumerate(zip(samples, losses, strict=True), 1)
-        if not math.isfinite(loss)
-    ]
-    rows = [line for of_rank in ranks.all_objects(mine) for line in of_rank]
-    first = f", from {rows[0].partition(' (')[0]}" if rows else ""
-    good = checkpoint.last_good(job.checkpoints)
-    return TrainingError(
-        f"{what}{first}; last good checkpoint: {good or 'none yet'}",
-        details=rows[:20],
-        hint=f"train.lr={job.settings.optim.lr / 10:g}, or look at the data of this step",
-    )
-
-
 def set_lr(engine: Any, optim: Optim, *, step: int, steps: int) -> float:
     """Set the optimizer's learning rate for step `step` of `steps`, and return it."""
-    lr = optim.lr * factor(optim, step=step, total=steps)
+    lr = optim.lr * float(schedule(optim, steps)(step))
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     return lr
@@ -115,18 +83,13 @@ def begin_random(seed: int, *, step: int, rank: int) -> None:
     random.seed(int(seeds[2]))
 
 
-def factor(optim: Optim, *, step: int, total: int) -> float:
-    """Return the learning rate of one step over the peak rate, by transformers' own schedules.
+@lru_cache
+def schedule(optim: Optim, total: int) -> Callable[[int], float]:
+    """Return the learning rate of a step over the peak rate, by transformers' own schedules.
 
     Step s of n gets the rate that `transformers.get_scheduler` gives at step s of n + 1. There a
     run begins with a step at rate 0; here it begins one step later, so that no step is wasted.
     """
-    return float(_schedule(optim, total)(step))
-
-
-@lru_cache
-def _schedule(optim: Optim, total: int) -> Callable[[int], float]:
-    """Build transformers' schedule around a throw-away optimizer, and return its function."""
     from transformers import get_scheduler
 
     warmup = min(total, math.ceil(total * optim.warmup_ratio))

@@ -107,13 +107,12 @@ def _settings(setting: Setting, kind: str, stage: int) -> Settings:
 def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Numbers]:
     """Losses of a few steps; and peak memory beside the estimate."""
     from tasks.config.checks.memory import estimate
-    from tests.training.places import Place, results
+    from tests.training.places import make_job, results, run_jobs
 
     base, name = base_of(setting), f"{kind}-zero{stage}-{setting.gpus}"
     settings, began = _settings(setting, kind, stage), time.monotonic()
-    place = Place(setting.folder / name, base, _longest(setting))
-    job = place.job(name, settings)
-    place.run([job], nproc=setting.gpus)
+    job = make_job(setting.folder / name, settings, base, _longest(setting))
+    run_jobs(setting.folder / name, [job], nproc=setting.gpus)
     trained = results(job)
     config = json.loads((base / "config.json").read_text())
     gpu, peak = setting.device == "cuda", trained["metrics"]["peak_memory"]
@@ -148,7 +147,7 @@ def resume(setting: Setting) -> Numbers:
     from tasks.training.engine.checkpoint import complete
     from tasks.training.job import Peft, Zero
     from tests.settings import Batch, Launch, Optim, Settings
-    from tests.training.places import Place, files, weights
+    from tests.training.places import files, make_job, run_jobs, weights
 
     settings = Settings(
         peft=Peft("lora", rank=4, alpha=8, dropout=0.1),
@@ -160,12 +159,12 @@ def resume(setting: Setting) -> Numbers:
         max_ckpt_num=0,
         probes=3,
     )
-    place = Place(setting.folder / "resume", base_of(setting), words_of(setting))
-    whole, again = (place.job(name, settings) for name in ("whole", "again"))
-    place.run([whole, again], nproc=1)
+    folder, inputs = setting.folder / "resume", (base_of(setting), words_of(setting))
+    whole, again = (make_job(folder / name, settings, *inputs) for name in ("whole", "again"))
+    run_jobs(folder, [whole, again], nproc=1)
     (kept,) = (path for path in complete(whole.checkpoints) if path.name == "step-00000003")
-    resumed = place.job("resumed", settings, resume=kept)
-    place.run([resumed], nproc=1)
+    resumed = make_job(folder / "resumed", settings, *inputs, resume=kept)
+    run_jobs(folder, [resumed], nproc=1)
     expected, tensors = files(whole.out / "shards"), weights(whole)
 
     def differs(job: Any) -> tuple[bool, float]:

@@ -33,7 +33,7 @@ from tasks.rl.settings import Online, Rollout  # noqa: E402
 from tasks.rl.setup import open_engine  # noqa: E402
 from tasks.serving.vllm.colocation import Generated  # noqa: E402
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
-from tasks.training.engine.partitions import gathered  # noqa: E402
+from tasks.training.engine.partitions import whole  # noqa: E402
 from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
 from tasks.training.job import TrainJob  # noqa: E402
 from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
@@ -84,7 +84,7 @@ class Bench:
         for parameter in Policy(self.engine, self.job, self.ranks).parameters.values():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             moved = torch.randn(shape, generator=draw) * scale
-            with gathered([parameter]), torch.no_grad():
+            with whole([parameter], writer=0), torch.no_grad():
                 parameter.add_(moved.to(parameter.device, parameter.dtype))
 
     def differs(self, responses: Sequence[Sequence[Generated]]) -> float:

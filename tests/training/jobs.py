@@ -16,8 +16,8 @@ from tests.settings import Batch, Launch, Optim, Settings
 from tests.training import online
 from tests.training.conftest import save_base, save_experts
 from tests.training.datasets import Row, answer, pair, user, write
-from tests.training.online import Bench, Finished, Run, save_chatty, steps_of, write_prompts
-from tests.training.places import Place
+from tests.training.online import Bench, Finished, save_chatty, write_prompts
+from tests.training.places import make_job, run_jobs
 
 ZERO3 = Zero(3, persistence_threshold=0)
 LORA = Peft("lora", rank=4, alpha=8)
@@ -28,7 +28,7 @@ CUT_AT = 36
 
 @dataclass(frozen=True)
 class Wanted:
-    """A job: its settings, kinds of base and data, and the job whose step 3 it resumes from."""
+    """A job: its settings, kinds of base and data, and the job whose step 2 it resumes from."""
 
     settings: Settings
     base: str = "tied"
@@ -82,9 +82,7 @@ REWARD = Settings(
     probes=9,
 )
 REWARDS = {
-    "reward_lora_zero3": Wanted(
-        replace(REWARD, peft=LORA, zero=ZERO3, gradient_checkpointing=True), data="pairs"
-    ),
+    "reward_lora_zero3": Wanted(replace(REWARD, peft=LORA, zero=ZERO3), data="pairs"),
     "reward_qlora_zero2": Wanted(replace(REWARD, peft=QLORA, zero=Zero(2)), data="pairs"),
 }
 # A rate that rises until nothing is learned any more: the best state is not the last one.
@@ -113,9 +111,9 @@ COURSES = {
 }
 RESUMED = Settings(
     optim=Optim(lr=5e-3, warmup_ratio=0.2),
-    # 50 examples and 16 a step: steps 4 and 7 take examples of two epochs.
-    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=7, max_len=128),
-    save_steps=3,
+    # 50 examples and 16 a step: step 4 is smaller, and step 5 begins the second epoch.
+    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=5, max_len=128),
+    save_steps=2,
     max_ckpt_num=0,
     probes=3,
 )
@@ -205,23 +203,15 @@ class Trained:
         self._broken: dict[str, Exception] = {}
 
     def __getitem__(self, name: str) -> TrainJob:
-        kind = "default" if name in DEFAULT else "slow"
-        if kind in self._broken:
-            raise self._broken[kind]
         if name not in self._trained:
-            wanted = {n: job for n, job in JOBS.items() if (n in DEFAULT) == (name in DEFAULT)}
-            runs = online.DEFAULT if kind == "default" else {}
-            try:
-                self._train_all(self.folder / kind, wanted, runs)
-            except Exception as error:  # a rank alone has failed, and no job is complete
-                self._broken[kind] = error
-                raise
+            self._launch("default" if name in DEFAULT else "slow")
         return self._trained[name]
 
     @property
     def online(self) -> Finished:
         """The online runs of the default launch."""
-        self[DEFAULT[0]]
+        if self._online is None:
+            self._launch("default")
         assert self._online is not None
         return self._online
 
@@ -230,38 +220,40 @@ class Trained:
         bases = {kind: self._inputs.base(kind) for kind in ("plain", "chatty")}
         return Bench(folder, bases, self._inputs.data("prompts"))
 
-    def _train_all(
-        self, launch: Path, wanted: Mapping[str, Wanted], runs: Mapping[str, Run]
-    ) -> None:
-        (launch / "engines").mkdir(parents=True)
-        jobs = self._jobs(launch, wanted)
-        bench = self.bench(launch / "online")
-        of_runs = bench.jobs(runs)
-        place = Place(launch, Path(), Path())
-        events = place.run([*jobs.values(), *of_runs], checks=launch / "engines")
-        if runs:
-            self._online = Finished(bench.folder, steps_of(of_runs, events))
+    def _launch(self, kind: str) -> None:
+        if kind in self._broken:
+            raise self._broken[kind]
+        default, folder = kind == "default", self.folder / kind
+        jobs = self.jobs(folder, {n: job for n, job in JOBS.items() if (n in DEFAULT) == default})
+        bench, runs = self.bench(folder / "online"), online.DEFAULT if default else {}
+        of_runs = [bench.job(name, run) for name, run in runs.items()]
+        (folder / "engines").mkdir()
+        try:
+            events = run_jobs(folder, [*jobs.values(), *of_runs], checks=folder / "engines")
+        except Exception as error:  # a rank alone has failed, and no job is complete
+            self._broken[kind] = error
+            raise
         self._trained |= jobs
+        if default:
+            self._online = Finished.of(bench.folder, of_runs, events)
 
-    def train(
-        self, launch: Path, wanted: Mapping[str, Wanted], nproc: int = 2
-    ) -> dict[str, TrainJob]:
+    def train(self, folder: Path, wanted: Mapping[str, Wanted], nproc: int) -> dict[str, TrainJob]:
         """Train jobs in one launch."""
-        jobs = self._jobs(launch, wanted)
-        Place(launch, Path(), Path()).run(list(jobs.values()), nproc)
+        jobs = self.jobs(folder, wanted)
+        run_jobs(folder, list(jobs.values()), nproc)
         return jobs
 
-    def _jobs(self, launch: Path, wanted: Mapping[str, Wanted]) -> dict[str, TrainJob]:
+    def jobs(self, folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, TrainJob]:
+        """Return jobs by name."""
         jobs: dict[str, TrainJob] = {}
-        place = Place(launch, Path(), Path())
         for name, job in wanted.items():
             before = jobs[job.resumes].checkpoints if job.resumes else None
-            jobs[name] = place.job(
-                name,
+            jobs[name] = make_job(
+                folder / name,
                 job.settings,
-                base=self._inputs.base(job.base),
-                data=self._inputs.data(job.data),
-                resume=before / "step-00000003" if before else None,
+                self._inputs.base(job.base),
+                self._inputs.data(job.data),
+                resume=before / "step-00000002" if before else None,
                 max_truncated=0.4,
             )
         return jobs

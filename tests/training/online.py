@@ -13,7 +13,7 @@ from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Loop, Optim, Settings
 from tests.training.conftest import make_tokenizer, save_base
 from tests.training.datasets import user, write
-from tests.training.places import Event, Place, results
+from tests.training.places import Event, make_job, results, run_jobs
 
 ONLINE = {
     "rl": {
@@ -50,7 +50,7 @@ SETTINGS = Settings(
     evaluate=Evaluate(best_metric="reward"),
 )
 REWARDS = {
-    # The length of a response, and a little of the prompt's.
+    # the length of a response, and a little of the prompt's.
     "reward": "return [len(c[0]['content'].encode()) / 10 + len(w) / 100\n"
     "            for c, w in zip(completions, word)]",
     "falling": "calls.append(0)\n    return [-len(calls)] * len(completions)",
@@ -88,14 +88,10 @@ ONE_STEP = {"objective": "grpo", "batch": Batch(4, 16, max_len=64), "save_steps"
 ONE_EPOCH = {"iterations": 3, "ppo_epochs": 1, "correction": "sequence_mask"}
 DAPO = {"clip_high": 0.28, "kl_coef": 0.0, "ppo_epochs": 1, "refill": 2, "mask_truncated": True}
 STILL = {"optim": Optim(lr=0.0, scheduler="constant")}
-DEFAULT = {
-    "whole": Run(),
-    "resumed": Run(resumes="whole"),
-    "still": Run({**ONE_EPOCH, "kl_coef": 0.0, "iterations": 1}, {**ONE_STEP, **STILL}),
-    "game": in_game(),
-}
+DEFAULT = {"whole": Run(), "resumed": Run(resumes="whole"), "game": in_game()}
 """Runs of the default suite."""
 SLOW = {
+    "still": Run({**ONE_EPOCH, "kl_coef": 0.0, "iterations": 1}, {**ONE_STEP, **STILL}),
     "separate_lora": Run(SEPARATE, {"zero": Zero(3)}),
     "separate_lora_resumed": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora"),
     "reference_zero2": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(2)}),
@@ -133,55 +129,43 @@ class Bench:
             online["reward"]["function"] = f"{self.data / run.reward}.py:score"
         return replace(SETTINGS, **{**run.settings, "online": online, **changes})
 
-    def jobs(self, runs: Mapping[str, Run]) -> list[TrainJob]:
-        return [self.job(name, run) for name, run in runs.items()]
-
     def job(self, name: str, run: Run, **more: Any) -> TrainJob:
-        """Return the job of a run, with an empty folder; `more` are fields of the settings."""
-        out = self.folder / name
-        checkpoints = out / "checkpoints"
-        checkpoints.mkdir(parents=True)
-        resume = None
+        """Return the job of a run, with empty folders; `more` are fields of the settings."""
+        settings, resume = self.settings(run, **more), None
         if run.resumes:
             resume = self.folder / run.resumes / "checkpoints" / f"step-{run.at:08d}"
-        return TrainJob(
-            self.settings(run, **more), self.bases[run.base], "digest", self.data, out, checkpoints,
-            resume=resume,
-        )  # fmt: skip
-
-    def start(self, jobs: Sequence[TrainJob], *, ranks: int = 2) -> dict[str, list[Event]]:
-        """Run jobs one after another on the same ranks; return the "step" events of each."""
-        place = Place(self.folder, Path(), Path())
-        return steps_of(jobs, place.run(jobs, ranks))
-
-
-def steps_of(jobs: Sequence[TrainJob], events: Sequence[Event]) -> dict[str, list[Event]]:
-    """Return the "step" events of each job, by its name. Fail if one did not end."""
-    steps: dict[str, list[Event]] = {job.out.name: [] for job in jobs}
-    for job in jobs:
-        results(job)
-    for event in events:
-        if event["event"] == "run":
-            name = event["name"]
-        elif event["event"] == "step" and name in steps:
-            steps[name].append(event)
-    return steps
+        base = self.bases[run.base]
+        return make_job(self.folder / name, settings, base, self.data, resume=resume)
 
 
 @dataclass
 class Finished:
-    """Runs of a launch: their folders by name, and the metrics of their iterations."""
+    """Runs of a launch: their artifacts by name, and the metrics of their iterations."""
 
     folder: Path
     steps: Mapping[str, list[Event]]
 
+    @classmethod
+    def of(cls, folder: Path, jobs: Sequence[TrainJob], events: Sequence[Event]) -> Finished:
+        """Sort the events of a launch. Fail if a run did not end."""
+        names = [job.out.parent.name for job in jobs if results(job)]
+        steps: dict[str, list[Event]] = {name: [] for name in names}
+        name = ""
+        for event in events:
+            if event["event"] == "run":
+                name = event["name"]
+            elif event["event"] == "step" and name in steps:
+                steps[name].append(event)
+        return cls(folder, steps)
+
     def __getitem__(self, name: str) -> Path:
-        return self.folder / name
+        return self.folder / name / "out"
 
 
-def finish(bench: Bench, runs: Mapping[str, Run]) -> Finished:
-    """Run a table of runs in one launch."""
-    return Finished(bench.folder, bench.start(bench.jobs(runs)))
+def finish(bench: Bench, runs: Mapping[str, Run | TrainJob], *, ranks: int = 2) -> Finished:
+    """Run a table of runs in one launch, one after another on the same ranks."""
+    jobs = [bench.job(n, run) if isinstance(run, Run) else run for n, run in runs.items()]
+    return Finished.of(bench.folder, jobs, run_jobs(bench.folder, jobs, ranks))
 
 
 def write_prompts(path: Path) -> Path:

@@ -6,8 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +22,43 @@ LOG = logging.getLogger("test")
 Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Folders, base and data of the jobs of one session."""
+def make_job(folder: Path, settings: Settings, base: Path, data: Path, **more: Any) -> TrainJob:
+    """Return a job with the empty folders `out` and `checkpoints`; `more` changes its fields."""
+    out, checkpoints = folder / "out", folder / "checkpoints"
+    out.mkdir(parents=True)
+    checkpoints.mkdir()
+    job = replace(TrainJob(settings, base, "b" * 64, data, out, checkpoints), **more)
+    return replace(job, identity=identity(settings, base_digest="b" * 64, data=data))
 
-    root: Path
-    base: Path
-    dataset: Path
 
-    def job(self, name: str, settings: Settings, **more: Any) -> TrainJob:
-        """Return a job with empty folders; `more` changes its fields."""
-        out, checkpoints = self.root / name / "out", self.root / name / "checkpoints"
-        for folder in (out, checkpoints):
-            folder.mkdir(parents=True)
-        job = TrainJob(settings, self.base, "b" * 64, self.dataset, out, checkpoints)
-        job = replace(job, **more)
-        return replace(job, identity=identity(settings, base_digest="b" * 64, data=job.data))
+def run_jobs(
+    folder: Path, jobs: Sequence[TrainJob], nproc: int = 2, *, checks: Path | None = None
+) -> list[Event]:
+    """Train all jobs in one launch; return their events in order.
 
-    def run(
-        self, jobs: Sequence[TrainJob], nproc: int = 2, *, checks: Path | None = None
-    ) -> list[Event]:
-        """Train all jobs in one launch; return their events in order.
-
-        A job that fails on every rank leaves the file `failure` in its output, and the others run.
-        `engine_checks.py` writes to the folder `checks`.
-        """
-        events: list[Event] = []
-        paths = [job.checkpoints / "job.json" for job in jobs]
-        for job, path in zip(jobs, paths, strict=True):
-            job.write(path)
-        run = partial(launch, stage="train", log=LOG, log_path=self.root / f"{nproc}-ranks.log")
-        how = ["--standalone", "--nproc-per-node", str(nproc), "-m", "tests.training.run_jobs"]
-        arguments = [*paths, checks] if checks else paths
-        run(
-            python_child("torch.distributed.run", *how, *map(str, arguments)),
-            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            on_event=events.append,
-        )
-        return events
+    A job that fails on every rank leaves the file `failure` in its output, and the others run.
+    `run_jobs.measure_engines` writes to the folder `checks`.
+    """
+    events: list[Event] = []
+    arguments = [job.checkpoints / "job.json" for job in jobs]
+    for job, path in zip(jobs, arguments, strict=True):
+        job.write(path)
+    how = ["--standalone", "--nproc-per-node", str(nproc), "-m", "tests.training.run_jobs"]
+    launch(
+        python_child("torch.distributed.run", *how, *map(str, arguments + [checks] * bool(checks))),
+        stage="train",
+        log=LOG,
+        log_path=folder / f"{nproc}-ranks.log",
+        env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        on_event=events.append,
+    )
+    return events
 
 
 def run_train(
     folder: Path,
     base: Path,
-    dataset: Path,
+    data: Path,
     settings: Settings,
     observe: Callable[[Event], None] = lambda event: None,
     **more: Any,
@@ -76,7 +68,7 @@ def run_train(
     return train(
         folder / "out",
         base=base,
-        data=dataset,
+        data=data,
         base_digest="b" * 64,
         settings=settings,
         checkpoints=folder / "checkpoints",
@@ -101,12 +93,6 @@ def rank_pids(folder: Path, module: str = "tasks.training") -> list[int]:
     return sorted(pids)
 
 
-def signal_ranks(folder: Path, number: int, module: str = "tasks.training") -> None:
-    """Send a signal to all ranks of `run_train`."""
-    for pid in rank_pids(folder, module):
-        os.kill(pid, number)
-
-
 def at_step(step: int, act: Callable[[], None]) -> Callable[[Event], None]:
     """Return an observer that calls a function once, at the event of a step."""
     done: list[int] = []
@@ -117,6 +103,12 @@ def at_step(step: int, act: Callable[[], None]) -> Callable[[Event], None]:
             act()
 
     return observe
+
+
+def kill_ranks(folder: Path, number: int) -> None:
+    """Send a signal to all ranks of `run_train`."""
+    for pid in rank_pids(folder):
+        os.kill(pid, number)
 
 
 def read_json(path: Path) -> Any:
@@ -160,6 +152,13 @@ def weights(job: TrainJob) -> dict[str, torch.Tensor]:
 def start_weights(job: TrainJob) -> dict[str, torch.Tensor]:
     """Return the trained tensors before the first step."""
     return stitched(job.out, job.out.parent / "start")
+
+
+def require_same_weights(first: Path, second: Path, tolerance: float) -> None:
+    expected, actual = stitched(first), stitched(second)
+    assert expected.keys() == actual.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=tolerance)
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -2,13 +2,14 @@
 
 torchrun ... -m tests.training.run_jobs JOB.json ... [FOLDER]
 
-Importing DeepSpeed takes longer than all of these trainings. Beside `out`, a job gets the folder
-`start`: its trained tensors before the first step. FOLDER is for `engine_checks.py`.
+Importing DeepSpeed takes longer than all of these trainings. Beside `out`, a job on data gets the
+folder `start`: its trained tensors before the first step. FOLDER is for `measure_engines`.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import time
 import traceback
@@ -17,6 +18,8 @@ from typing import Any
 
 from tasks.process.block_unused_imports import start_lean
 from tasks.training.job import TrainJob
+
+PASSES = 16
 
 
 def accept_float16() -> None:
@@ -32,8 +35,8 @@ def accept_float16() -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
     own = run.deepspeed_config
 
-    def overflowing(settings: Any, world_size: int, **more: Any) -> dict[str, Any]:
-        config = own(settings, world_size, **more)
+    def overflowing(*args: Any, **more: Any) -> dict[str, Any]:
+        config = own(*args, **more)
         if "fp16" in config:
             config["fp16"]["initial_scale_power"] = 24
         return config
@@ -47,7 +50,7 @@ def train_one(ranks: Any, job: TrainJob) -> None:
     from tasks.training.engine.failure import explain
 
     if ranks.first:
-        emit("run", name=job.out.name)
+        emit("run", name=job.out.parent.name)
     try:
         if job.settings.online:
             from tasks.rl.run import train_with
@@ -80,12 +83,56 @@ def train_recorded(ranks: Any, job: TrainJob) -> None:
     run.train_with(ranks, job, time.time())
 
 
+def measure_engines(ranks: Any, folder: Path) -> None:
+    """Write `sums.json`: for each ZeRO stage a gradient and weights, see `add_up`."""
+    measures = [add_up(ranks, stage) for stage in range(4)]
+    if ranks.first:
+        (folder / "sums.json").write_text(json.dumps(measures))
+
+
+def add_up(ranks: Any, stage: int) -> list[float]:
+    """Return an accumulated gradient, and weight and bias after a step of weight decay alone.
+
+    The gradient is 256 in the first micro-batch and 0.5 in the others, which bf16 cannot add to it.
+    """
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_get_full_grad
+
+    from tasks.training.engine.deepspeed_engine import start_engine
+    from tasks.training.engine.zero_config import deepspeed_config
+    from tasks.training.job import Zero
+    from tests.settings import Batch, Optim, Settings
+
+    batch = Batch(micro_batch_size=1, global_batch_size=PASSES * ranks.world_size)
+    optim = Optim(lr=0.0, weight_decay=0.5, max_grad_norm=0.0)
+    settings = Settings(dtype="bfloat16", zero=Zero(stage), batch=batch, optim=optim)
+    model = torch.nn.Linear(4, 4).to(torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    engine: Any = start_engine(model, deepspeed_config(settings, ranks.world_size), optim)
+    for lr, sizes in ((0.5, [0.0] * PASSES), (0.0, [256.0] + [0.5] * (PASSES - 1))):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        for place, size in enumerate(sizes):
+            if place:
+                engine.step()
+            out = engine(torch.ones(1, 4, dtype=torch.bfloat16, device=ranks.device))
+            engine.backward(out.sum() * size)
+        gradient = float(safe_get_full_grad(model.weight).flatten()[0])
+        engine.step()
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, enabled=stage == 3):
+        after = [float(p.flatten()[0]) for p in parameters]
+    engine.destroy()
+    return [gradient, *after]
+
+
 def main(arguments: list[str]) -> None:
     """Train all jobs in this process group, each with its own sharing of rows."""
     start_lean()
     from tasks.process.exit_process import end_process
     from tasks.training.engine.deepspeed_engine import Ranks
-    from tests.training.engine_checks import measure_engines
 
     paths = [Path(argument) for argument in arguments]
     jobs = [TrainJob.read(path) for path in paths if path.suffix == ".json"]

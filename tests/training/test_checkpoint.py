@@ -62,7 +62,7 @@ class TestComplete:
     def test_resuming_an_older_one_deletes_newer_ones(self, tmp_path: Path) -> None:
         for step in (1, 2, 3):
             make(tmp_path, step)
-        checkpoint.forget_after(tmp_path, 2)
+        checkpoint.sweep(tmp_path, after=2)
         assert steps(tmp_path) == [1, 2]
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from tasks.core.errors import ConfigError
-from tasks.training.losses import ModelOutput, Objective, objective
+from tasks.training.losses import Objective, Output, objective
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Counts
+from tasks.training.tokens.order import Totals
 from tasks.training.tokens.packing import Row, pack
 
 LENGTHS = [(5, 3), (9, 4), (2, 7), (6, 6), (3, 8), (4, 2)]
@@ -37,206 +37,188 @@ def examples(roles: tuple[str, ...]) -> Examples:
     )
 
 
-def trained_roles(chosen: Objective) -> list[int]:
-    return [i for i, name in enumerate(chosen.roles) if name != chosen.baseline_role]
+def output_of(row: Row, chosen: Objective) -> Output:
+    """Return random output that depends on the example, but not on its row."""
 
+    def draw(kind: int, example: int, role: int, count: int) -> np.ndarray:
+        return np.random.default_rng([1, example, role, kind]).uniform(0.1, 2.0, count)
 
-def output_of(row: Row, chosen: Objective, seed: int = 1) -> ModelOutput:
-    """Return random model output that depends on the example, but not on its row."""
-    each = len(trained_roles(chosen))
-
-    def draw(example: int, role: int, count: int, kind: int) -> np.ndarray:
-        return np.random.default_rng([seed, example, role, kind]).uniform(0.1, 2.0, count)
-
-    sequences = [(int(e), r) for e in row.examples for r in range(each)]
-    counts = row.counts().int().tolist()
+    places = [(int(e), r) for e in row.examples for r in range(len(chosen.trained))]
     if chosen.head == "score":
-        scores = [draw(e, r, 1, 0)[0] for e, r in sequences]
-        return ModelOutput(scores=torch.tensor(scores, dtype=torch.float32))
-    logprobs = np.concatenate(
-        [-draw(e, r, n, 1) for (e, r), n in zip(sequences, counts, strict=True)]
-    )
-    reference = [-draw(e, r, n, 2).sum() for (e, r), n in zip(sequences, counts, strict=True)]
-    return ModelOutput(
+        scores = [draw(0, *place, 1)[0] for place in places]
+        return Output(scores=torch.tensor(scores, dtype=torch.float32))
+    lengths = row.counts().int().tolist()
+    tokens = [(*place, n) for place, n in zip(places, lengths, strict=True)]
+    logprobs = np.concatenate([-draw(1, *each) for each in tokens])
+    return Output(
         logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        reference=torch.tensor(reference, dtype=torch.float32),
+        reference=torch.tensor([-draw(2, *each).sum() for each in tokens], dtype=torch.float32),
         baseline=torch.tensor(0.3),
     )
 
 
-def step_counts(data: Examples, chosen: Sequence[int]) -> Counts:
-    supervised = data.supervised[list(chosen)].sum(axis=0)
-    return Counts(len(chosen), tuple(int(n) for n in supervised), 0)
+def totals_of(data: Examples, count: int) -> Totals:
+    return Totals.of(data.supervised[:count], data.lengths[:count])
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
+def sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
 
-def by_sequence(row: Row, output: ModelOutput) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (E, 2) sums of log-probs, those of the reference, and token counts; float64."""
-    assert output.logprobs is not None
-    assert output.reference is not None
-    logprobs, owner = output.logprobs.double().numpy(), row.owner.numpy()
-    sums = np.array([logprobs[owner == s].sum() for s in range(row.sequences)])
-    tokens = np.array([(owner == s).sum() for s in range(row.sequences)])
-    reference = output.reference.double().numpy()
-    each = row.sequences // len(row.examples)
-    return sums.reshape(-1, each), reference.reshape(-1, each), tokens.reshape(-1, each)
+class Sums(NamedTuple):
+    """Values of E examples in float64: sums of sequences and their numbers of tokens, (E, R)."""
+
+    policy: np.ndarray
+    reference: np.ndarray
+    tokens: np.ndarray
+    values: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, row: Row, output: Output) -> Sums:
+        logprobs, owner = output.logprobs.double().numpy(), row.owner.numpy()
+        sums = np.array([logprobs[owner == s].sum() for s in range(row.sequences)])
+        tokens = np.array([(owner == s).sum() for s in range(row.sequences)])
+        shape = len(row.examples), -1
+        reference = output.reference.double().numpy().reshape(shape)
+        values = {name: value.double().numpy() for name, value in row.values.items()}
+        return cls(sums.reshape(shape), reference, tokens.reshape(shape), values)
+
+    @property
+    def nll(self) -> Any:
+        return -self.policy[:, 0].sum() / self.tokens[:, 0].sum()
 
 
-def dpo(
-    row: Row, output: ModelOutput, *, beta: float, smooth: float = 0.0, nll: float = 0.0
-) -> float:
-    sums, reference, tokens = by_sequence(row, output)
-    gap = beta * ((sums - reference)[:, 0] - (sums - reference)[:, 1])
+def sft(s: Sums) -> Any:
+    return s.nll
+
+
+def dpo(s: Sums, *, beta: float = 0.1, smooth: float = 0.0, nll: float = 0.0) -> Any:
+    gap = beta * -np.diff(s.policy - s.reference)
     losses = -(1 - smooth) * np.log(sigmoid(gap)) - smooth * np.log(sigmoid(-gap))
-    return float(losses.mean() - nll * sums[:, 0].sum() / tokens[:, 0].sum())
+    return losses.mean() + nll * s.nll
 
 
-def ipo(row: Row, output: ModelOutput, *, beta: float) -> float:
-    sums, reference, tokens = by_sequence(row, output)
-    each = (sums - reference) / tokens
-    return float(((each[:, 0] - each[:, 1] - 1 / (2 * beta)) ** 2).mean())
+def ipo(s: Sums, *, beta: float) -> Any:
+    each = (s.policy - s.reference) / s.tokens
+    return ((-np.diff(each) - 1 / (2 * beta)) ** 2).mean()
 
 
-def simpo(row: Row, output: ModelOutput, *, beta: float, gamma: float) -> float:
-    sums, _, tokens = by_sequence(row, output)
-    means = sums / tokens
-    return float(-np.log(sigmoid(beta * (means[:, 0] - means[:, 1]) - gamma)).mean())
+def simpo(s: Sums, *, beta: float, gamma: float) -> Any:
+    return -np.log(sigmoid(beta * -np.diff(s.policy / s.tokens) - gamma)).mean()
 
 
-def orpo(row: Row, output: ModelOutput, *, beta: float) -> float:
-    sums, _, tokens = by_sequence(row, output)
-    p = np.exp(sums / tokens)
-    odds = p / (1 - p)
-    nll = -sums[:, 0].sum() / tokens[:, 0].sum()
-    return float(nll - beta * np.log(sigmoid(np.log(odds[:, 0] / odds[:, 1]))).mean())
+def orpo(s: Sums, *, beta: float) -> Any:
+    p = np.exp(s.policy / s.tokens)
+    odds = np.log(p / (1 - p))
+    return s.nll - beta * np.log(sigmoid(-np.diff(odds))).mean()
 
 
-def kto(row: Row, output: ModelOutput, *, beta: float, good: float, bad: float) -> float:
-    sums, reference, _ = by_sequence(row, output)
-    ratio, z0 = (sums - reference)[:, 0], 0.3
-    desirable = row.values["desirable"].numpy() > 0.5
-    value = np.where(
-        desirable, good * sigmoid(beta * (ratio - z0)), bad * sigmoid(beta * (z0 - ratio))
-    )
-    return float((np.where(desirable, good, bad) - value).mean())
+def kto(s: Sums, *, beta: float, good: float, bad: float) -> Any:
+    gain = beta * ((s.policy - s.reference)[:, 0] - 0.3)
+    desirable = s.values["desirable"] > 0.5
+    return np.where(desirable, good * (1 - sigmoid(gain)), bad * (1 - sigmoid(-gain))).mean()
 
 
-def reward(row: Row, output: ModelOutput, *, margin: float = 0.0, center: float = 0.0) -> float:
-    assert output.scores is not None
+def reward(row: Row, output: Output, *, margin: float = 0.0, center: float = 0.0) -> Any:
     scores = output.scores.double().numpy().reshape(-1, 2)
     gap = scores[:, 0] - scores[:, 1] - margin - row.values["margin"].double().numpy()
-    return float((-np.log(sigmoid(gap)) + center * scores.sum(axis=1) ** 2).mean())
+    return (-np.log(sigmoid(gap)) + center * scores.sum(axis=1) ** 2).mean()
 
 
-def sft(row: Row, output: ModelOutput) -> float:
-    assert output.logprobs is not None
-    return float(-output.logprobs.double().mean())
+CASES: list[tuple[str, dict[str, Any], Any]] = [
+    ("sft", {}, sft),
+    ("reward", {}, reward),
+    ("reward", {"margin": 0.4}, lambda *a: reward(*a, margin=0.4)),
+    ("reward", {"center": 0.01}, lambda *a: reward(*a, center=0.01)),
+    ("dpo", {}, dpo),
+    ("dpo", {"label_smoothing": 0.1, "beta": 0.5}, lambda s: dpo(s, beta=0.5, smooth=0.1)),
+    ("dpo", {"nll": 0.2}, lambda s: dpo(s, nll=0.2)),
+    ("dpo", {"kind": "ipo", "beta": 0.3}, lambda s: ipo(s, beta=0.3)),
+    ("kto", {"undesirable_weight": 1.3, "beta": 0.2}, lambda s: kto(s, beta=0.2, good=1, bad=1.3)),
+    ("orpo", {"beta": 0.3}, lambda s: orpo(s, beta=0.3)),
+    ("simpo", {"gamma": 0.7}, lambda s: simpo(s, beta=2.0, gamma=0.7)),
+]
 
 
-CASES = {
-    "sft": ("sft", {}, sft),
-    "reward": ("reward", {}, reward),
-    "reward-margin": ("reward", {"margin": 0.4}, lambda r, s: reward(r, s, margin=0.4)),
-    "reward-centred": ("reward", {"center": 0.01}, lambda r, s: reward(r, s, center=0.01)),
-    "dpo": ("dpo", {}, lambda r, s: dpo(r, s, beta=0.1)),
-    "dpo-conservative": (
-        "dpo",
-        {"label_smoothing": 0.1, "beta": 0.5},
-        lambda r, s: dpo(r, s, beta=0.5, smooth=0.1),
-    ),
-    "dpo-nll": ("dpo", {"nll": 0.2}, lambda r, s: dpo(r, s, beta=0.1, nll=0.2)),
-    "ipo": ("dpo", {"kind": "ipo", "beta": 0.3}, lambda r, s: ipo(r, s, beta=0.3)),
-    "kto": (
-        "kto",
-        {"desirable_weight": 1.0, "undesirable_weight": 1.3, "beta": 0.2},
-        lambda r, s: kto(r, s, beta=0.2, good=1.0, bad=1.3),
-    ),
-    "orpo": ("orpo", {"beta": 0.3}, lambda r, s: orpo(r, s, beta=0.3)),
-    "simpo": ("simpo", {"gamma": 0.7}, lambda r, s: simpo(r, s, beta=2.0, gamma=0.7)),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_loss_is_its_formula_however_examples_are_dealt(case: str) -> None:
-    """Rows add up to the step, and so do their measures; gradients are finite differences.
+@pytest.mark.parametrize(("name", "options", "formula"), CASES)
+def test_loss_is_its_formula_however_examples_are_dealt(
+    name: str, options: dict[str, Any], formula: Any
+) -> None:
+    """Rows add up to the step, and so do their metrics; gradients are finite differences.
 
     A wrong detach or a missing term would show in the gradient.
     """
-    name, knobs, formula = CASES[case]
-    made = objective(name, knobs)
+    made = objective(name, options)
     data = examples(made.roles)
-    counts = step_counts(data, range(len(data)))
-    whole = pack(data, range(len(data)), roles=trained_roles(made))
+    totals = totals_of(data, len(data))
+    whole = pack(data, range(len(data)), roles=made.trained)
     output = output_of(whole, made)
-    wanted, together = formula(whole, output), made.loss(output, whole, counts)
+    wanted = formula(whole, output) if name == "reward" else formula(Sums.of(whole, output))
+    together = made.loss(output, whole, totals)
     assert float(together.value) == pytest.approx(wanted, rel=2e-6)
     parts = []
     for dealt in ([3], [0, 5, 1], [4, 2]):
-        row = pack(data, dealt, roles=trained_roles(made))
-        parts.append(made.loss(output_of(row, made), row, counts))
+        row = pack(data, dealt, roles=made.trained)
+        parts.append(made.loss(output_of(row, made), row, totals))
     assert sum(float(p.value) for p in parts) == pytest.approx(wanted, rel=2e-6)
-    for measure, value in together.measures.items():
-        summed = sum(float(p.measures[measure]) for p in parts)
-        assert summed == pytest.approx(float(value), rel=1e-5, abs=1e-6), measure
+    for metric, value in together.measures.items():
+        summed = sum(float(p.measures[metric]) for p in parts)
+        assert summed == pytest.approx(float(value), rel=1e-5, abs=1e-6), metric
     exact = dataclasses.replace(whole, values={k: v.double() for k, v in whole.values.items()})
-    doubled = {k: v.double() for k, v in vars(output).items() if v is not None}
+    doubled = Output(*(x if x is None else x.double() for x in output))
     field = "scores" if made.head == "score" else "logprobs"
 
     def value_of(x: torch.Tensor) -> torch.Tensor:
-        return made.loss(ModelOutput(**{**doubled, field: x}), exact, counts).value
+        return made.loss(doubled._replace(**{field: x}), exact, totals).value
 
-    assert torch.autograd.gradcheck(value_of, (doubled[field].requires_grad_(),), atol=1e-5)
+    assert torch.autograd.gradcheck(
+        value_of, (getattr(doubled, field).requires_grad_(),), atol=1e-5
+    )
 
 
 def test_losses_of_extreme_outputs_are_finite() -> None:
     """exp() of large differences must not overflow in either direction."""
     made = objective("reward", {})
     data = examples(made.roles)
-    row, counts = pack(data, [0, 1]), step_counts(data, [0, 1])
+    row, totals = pack(data, [0, 1]), totals_of(data, 2)
     far = torch.tensor([300.0, -300.0, -300.0, 300.0], requires_grad=True)
-    loss = made.loss(ModelOutput(scores=far), row, counts).value
+    loss = made.loss(Output(scores=far), row, totals).value
     loss.backward()
     assert torch.isfinite(far.grad).all()
-    wanted = (600 + float(data.values["margin"][1])) / 2
-    assert float(loss) == pytest.approx(wanted, rel=1e-3)
+    assert loss.item() == pytest.approx((600 + float(data.values["margin"][1])) / 2, rel=1e-3)
     sure = torch.zeros(len(row.owner), requires_grad=True)  # a certain answer
-    loss = objective("orpo", {}).loss(ModelOutput(logprobs=sure), row, counts).value
+    loss = objective("orpo", {}).loss(Output(logprobs=sure), row, totals).value
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(sure.grad).all()
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "named"),
+    ("name", "options", "named"),
     [
-        ("sfd", {}, "train.objective=sfd"),
         ("sft", {"beta": 0.1}, "train.loss.beta"),
         ("dpo", {"gamma": 1.0, "center": 2.0}, "train.loss.center"),
-        ("dpo", {"kind": "hinge"}, "train.loss.kind=hinge"),
-        ("dpo", {"label_smoothing": 0.5}, "train.loss.label_smoothing=0.5"),
         ("reward", {"kind": "ipo"}, "train.loss.kind"),
     ],
 )
-def test_invalid_options_are_refused(name: str, knobs: dict[str, object], named: str) -> None:
+def test_options_of_other_objectives_are_refused(
+    name: str, options: dict[str, object], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
-        objective(name, knobs)
+        objective(name, options)
 
 
 @pytest.mark.parametrize("good", [[0, 3], []])
-def test_rewards_of_kto_are_means_over_their_kind(good: Sequence[int]) -> None:
+def test_rewards_of_kto_are_means_over_their_kind(good: list[int]) -> None:
     """Two of five examples are desirable: not two fifths of their mean reward."""
     made = objective("kto", {"beta": 0.2})
     data = examples(made.roles)
-    row = pack(data, range(5), roles=trained_roles(made))
+    row = pack(data, range(5), roles=made.trained)
     row.values["desirable"][:] = torch.tensor([float(n in good) for n in range(5)])
     output = output_of(row, made)
-    loss = made.loss(output, row, step_counts(data, range(5)))
-    sums, reference, _ = by_sequence(row, output)
-    rewards = 0.2 * (sums - reference)[:, 0]
-    kinds = {"reward_desirable": list(good), "reward_undesirable": sorted({*range(5)} - {*good})}
+    loss, sums = made.loss(output, row, totals_of(data, 5)), Sums.of(row, output)
+    rewards = 0.2 * (sums.policy - sums.reference)[:, 0]
+    kinds = {"reward_desirable": good, "reward_undesirable": sorted({*range(5)} - {*good})}
     means = made.means({name: float(value) for name, value in loss.measures.items()})
     for name, members in kinds.items():
         wanted = float(rewards[members].mean()) if members else math.nan

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tasks.core.errors import TrainingError
 from tasks.rl.loop import CURSOR
@@ -15,8 +14,14 @@ from tasks.training.engine import checkpoint
 from tasks.training.engine.saving import convert
 from tasks.training.job import Zero
 from tests.settings import Batch, Launch, Optim
-from tests.training.online import DEFAULT, Bench, Finished, Run, in_game
-from tests.training.places import rank_pids, read_json, run_train, stitched
+from tests.training.online import DEFAULT, Bench, Finished, Run, finish, in_game
+from tests.training.places import (
+    rank_pids,
+    read_json,
+    require_same_weights,
+    run_train,
+    stitched,
+)
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -27,17 +32,11 @@ def losses(out: Path) -> list[float]:
 
 def require_same_bytes(first: Path, second: Path) -> None:
     """Compare the policies of two runs; a critic is in each advantage."""
+    assert losses(first) == losses(second)
     files = sorted((first / "shards").iterdir())
     assert len(files) == 2
     for path in files:
         assert path.read_bytes() == (second / "shards" / path.name).read_bytes(), path.name
-
-
-def require_same_weights(first: Path, second: Path, tolerance: float = 1e-5) -> None:
-    expected, actual = stitched(first), stitched(second)
-    assert expected.keys() == actual.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=tolerance)
 
 
 def test_the_artifact_of_the_policy_has_no_critic(finished: Finished) -> None:
@@ -55,36 +54,17 @@ def test_a_resumed_run_ends_with_identical_weights(finished: Finished) -> None:
     whole, resumed = finished["whole"], finished["resumed"]
     assert [step["step"] for step in finished.steps["resumed"]] == [3]
     assert len(losses(whole)) == 3
-    assert losses(whole) == losses(resumed)
     require_same_bytes(whole, resumed)
 
 
-def test_learning_rate_0_changes_nothing(finished: Finished) -> None:
-    for name, moves in (("still", False), ("whole", True), ("game", True)):
-        halves = [x for key, x in stitched(finished[name]).items() if "lora_B" in key]
-        assert halves
-        assert any(tensor.any() for tensor in halves) == moves, name
-    (step,) = finished.steps["still"]  # a single step measures during its update
-    assert "seconds/measure" not in step
-    assert step["entropy"] > 0
-
-
-def test_vllm_samples_from_the_policy_that_is_trained(bench: Bench) -> None:
-    """The second iteration's responses come from the adapter of the first, on one rank."""
-    run = Run(
-        {"iterations": 2, "kl_coef": 0.0}, {"objective": "grpo", "save_steps": 0},
-        {"engine": "vllm", "max_new_tokens": 8}, base="chatty",
-    )  # fmt: skip
-    job = bench.job("vllm", run, launch=Launch(nproc=1, threads=1))
-    steps = bench.start([job], ranks=1)["vllm"]
-    assert steps[0]["approx_kl"] > 1e-3  # the first step moves the policy
-    assert max(step["mismatch/mean_abs"] for step in steps) < 1e-4  # and vLLM has moved with it
-
-
 def test_an_environment_of_several_turns(finished: Finished) -> None:
-    """The trainer's log-probabilities are those of sampling: it reads the same observations."""
+    """The trainer's log-probabilities are those of sampling: it reads the same observations.
+
+    The second iteration's responses come from the adapter of the first.
+    """
     steps = finished.steps["game"]
     assert [step["step"] for step in steps] == [1, 2]
+    assert steps[0]["approx_kl"] > 1e-3  # the first step moves the policy, and vLLM's with it
     for step in steps:
         assert 2 < step["turns"] <= 4
         assert step["turns"] <= step["length"] < 26, "an observation has 26 tokens"
@@ -93,6 +73,18 @@ def test_an_environment_of_several_turns(finished: Finished) -> None:
         assert 0 <= step["truncated"] < 1
         assert step["out_of_turns"] < 1
     assert read_json(finished["game"] / "train.json")["metrics"]["heldout_reward_after"] > 0
+
+
+@pytest.mark.slow
+def test_learning_rate_0_changes_nothing(finished: Finished, finished_slowly: Finished) -> None:
+    runs = ((finished_slowly, "still", False), (finished, "whole", True), (finished, "game", True))
+    for of, name, moves in runs:
+        halves = [x for key, x in stitched(of[name]).items() if "lora_B" in key]
+        assert halves
+        assert any(tensor.any() for tensor in halves) == moves, name
+    (step,) = finished_slowly.steps["still"]  # a single step measures during its update
+    assert "seconds/measure" not in step
+    assert step["entropy"] > 0
 
 
 @pytest.mark.slow
@@ -116,7 +108,7 @@ def test_full_fine_tuning_keeps_a_copy_as_the_reference(finished_slowly: Finishe
 def test_dapo_with_refill_resumes_at_the_next_prompt(finished_slowly: Finished) -> None:
     whole, resumed = (finished_slowly.steps[name] for name in ("dapo", "dapo_resumed"))
     assert [step["epoch"] for step in resumed] == [step["epoch"] for step in whole[2:]]
-    half_way = finished_slowly["dapo"] / "checkpoints" / "step-00000002"
+    half_way = finished_slowly.folder / "dapo" / "checkpoints" / "step-00000002"
     cursor = checkpoint.open_checkpoint(half_way).progress.kept[CURSOR]
     assert cursor == whole[1]["epoch"] * 40
     assert cursor > 2 * 8, "groups without signal were replaced"
@@ -134,12 +126,12 @@ def test_the_best_policy_is_saved_with_its_critic(finished_slowly: Finished) -> 
 @pytest.mark.slow
 def test_a_run_resumes_with_another_number_of_ranks(finished: Finished, bench: Bench) -> None:
     """Policy and critic come from a universal checkpoint; only the order of sums differs."""
-    half_way = finished["whole"] / "checkpoints" / "step-00000002"
+    half_way = finished.folder / "whole" / "checkpoints" / "step-00000002"
     universal = bench.folder / "universal"
     convert(half_way, universal)
     alone = bench.job("alone", DEFAULT["whole"], launch=Launch(nproc=1, threads=1))
     alone = replace(alone, resume=half_way, universal=universal)
-    bench.start([alone], ranks=1)
+    finish(bench, {"alone": alone}, ranks=1)
     assert losses(alone.out)[:2] == losses(finished["whole"])[:2]
     assert losses(alone.out) == pytest.approx(losses(finished["whole"]), rel=1e-3, abs=1e-5)
 
@@ -153,11 +145,12 @@ def test_any_number_of_ranks_learns_the_same(bench: Bench) -> None:
         sizes, objective="grpo", save_steps=0, batch=Batch(2, 6, max_len=128), zero=Zero(3)
     )
     for name, run, counts in (("plain", plain, (1, 2)), ("game", game, (1, 3))):
+        outs = []
         for ranks in counts:
-            launch = Launch(nproc=ranks, threads=1)
-            bench.start([bench.job(f"{name}-{ranks}", run, launch=launch)], ranks=ranks)
-        outs = [bench.folder / f"{name}-{ranks}" for ranks in counts]
-        require_same_weights(*outs)
+            job = bench.job(f"{name}-{ranks}", run, launch=Launch(nproc=ranks, threads=1))
+            finish(bench, {name: job}, ranks=ranks)
+            outs.append(job.out)
+        require_same_weights(*outs, tolerance=1e-5)
         assert losses(outs[0]) == pytest.approx(losses(outs[1]), rel=1e-4, abs=1e-6)
 
 

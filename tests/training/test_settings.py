@@ -13,7 +13,7 @@ from flows.cli.config import compose_config
 from tasks.config.choices import Scheduler
 from tasks.config.learning import Optim, Resume
 from tasks.core.errors import ConfigError
-from tasks.training.steps import factor
+from tasks.training.steps import schedule
 from tests.settings import Batch, Settings
 
 
@@ -54,7 +54,7 @@ KNOBS = {
 def ours(kind: str, warmup: int, steps: int = STEPS, **options: float) -> list[float]:
     """Return our rates at steps 1 to `steps`, over the peak rate."""
     optim = Optim(lr=3e-3, scheduler=kind, warmup_ratio=warmup / steps, **options)
-    return [factor(optim, step=step, total=steps) for step in range(1, steps + 1)]
+    return [schedule(optim, steps)(step) for step in range(1, steps + 1)]
 
 
 def theirs(kind: str, warmup: int) -> list[float]:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.training.losses import ModelOutput, objective
+from tasks.training.losses import Output, objective
 from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Counts
+from tasks.training.tokens.order import Totals
 from tasks.training.tokens.packing import Row, pack
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
@@ -105,11 +105,6 @@ def to_examples(
     )
 
 
-def counts_of(examples: Examples) -> Counts:
-    supervised = tuple(int(n) for n in examples.supervised.sum(axis=0))
-    return Counts(len(examples), supervised, 0)
-
-
 def sums(model: Any, row: Row) -> torch.Tensor:
     with torch.no_grad():
         return row.sums(model(row=row))
@@ -133,8 +128,8 @@ def test_dpo(
     row = pack(examples, range(len(examples)))
     accept_packed_rows(model)
     accept_packed_rows(other)
-    output = ModelOutput(logprobs=model(row=row), reference=sums(other, row))
-    loss = made.loss(output, row, counts_of(examples)).value
+    output = Output(logprobs=model(row=row), reference=sums(other, row))
+    loss = made.loss(output, row, Totals.of(examples.supervised, examples.lengths)).value
     assert loss.item() == pytest.approx(wanted, rel=TOLERANCE)
 
 
@@ -162,8 +157,8 @@ def test_kto(tmp_path: Path, model: Any, other: Any, tokenizer: Any) -> None:
     apart = pack(examples, everything, roles=[1])
     baseline = (sums(model, apart) - sums(other, apart)).mean()
     row = pack(examples, everything, roles=[0])
-    output = ModelOutput(logprobs=model(row=row), reference=sums(other, row), baseline=baseline)
-    loss = made.loss(output, row, counts_of(examples)).value
+    output = Output(logprobs=model(row=row), reference=sums(other, row), baseline=baseline)
+    loss = made.loss(output, row, Totals.of(examples.supervised, examples.lengths)).value
     assert loss.item() == pytest.approx(wanted, rel=TOLERANCE)
 
 
@@ -182,7 +177,9 @@ def test_reward(tmp_path: Path, base: Path, tokenizer: Any) -> None:
     examples = to_examples(batch["input_ids"], mask, mask.clone(), made.roles)
     row = pack(examples, range(len(examples)))
     accept_packed_rows(model)
-    loss = made.loss(ModelOutput(scores=model(row=row)), row, counts_of(examples)).value
+    loss = made.loss(
+        Output(scores=model(row=row)), row, Totals.of(examples.supervised, examples.lengths)
+    ).value
     assert loss.item() == pytest.approx(wanted, rel=1e-5)
 
 
@@ -195,7 +192,9 @@ def test_sft(tmp_path: Path, model: Any, tokenizer: Any) -> None:
     )
     row = pack(examples, range(len(examples)))
     accept_packed_rows(model)
-    loss = made.loss(ModelOutput(logprobs=model(row=row)), row, counts_of(examples)).value
+    loss = made.loss(
+        Output(logprobs=model(row=row)), row, Totals.of(examples.supervised, examples.lengths)
+    ).value
     assert loss.item() == pytest.approx(wanted, rel=TOLERANCE)
 
 
@@ -209,10 +208,10 @@ def means() -> tuple[torch.Tensor, torch.Tensor, Row]:
     return chosen, rejected, pack(examples, range(3))
 
 
-def output_of(chosen: torch.Tensor, rejected: torch.Tensor) -> ModelOutput:
+def output_of(chosen: torch.Tensor, rejected: torch.Tensor) -> Output:
     """Return model output in which every token has the mean of its sequence."""
     by_sequence = torch.stack([chosen, rejected], dim=1).reshape(-1)
-    return ModelOutput(logprobs=by_sequence.repeat_interleave(2))
+    return Output(logprobs=by_sequence.repeat_interleave(2))
 
 
 def test_orpos_odds_ratio() -> None:
@@ -223,7 +222,7 @@ def test_orpos_odds_ratio() -> None:
     losses = ORPOTrainer.odds_ratio_loss(theirs, chosen, rejected)[0]
     wanted = -chosen.mean() - losses.mean()  # TRL subtracts it from the cross-entropy
     loss = objective("orpo", {"beta": 0.4}).loss(
-        output_of(chosen, rejected), row, Counts(3, (6, 6), 0)
+        output_of(chosen, rejected), row, Totals(3, (6, 6), 0)
     )
     assert loss.value.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 
@@ -242,6 +241,6 @@ def test_simpo() -> None:
     )
     wanted = CPOTrainer.cpo_loss(theirs, chosen, rejected)[0].mean()
     loss = objective("simpo", {"beta": 2.5, "gamma": 0.8}).loss(
-        output_of(chosen, rejected), row, Counts(3, (6, 6), 0)
+        output_of(chosen, rejected), row, Totals(3, (6, 6), 0)
     )
     assert loss.value.item() == pytest.approx(wanted.item(), rel=TOLERANCE)

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.core.disk import flush, flush_tree
 from tasks.core.errors import ConfigError
@@ -65,8 +65,7 @@ class Progress:
     kept: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A complete checkpoint: its folder, the number of ranks that wrote it, identity, progress."""
 
     path: Path
@@ -88,6 +87,11 @@ def complete(root: Path) -> list[Path]:
 def last_good(root: Path) -> Path | None:
     """Return the newest complete checkpoint under `root`, or None."""
     return max(complete(root), default=None)
+
+
+def last_good_of(job: TrainJob) -> str:
+    """Return the end of an error's message: the checkpoint that a run can go on from."""
+    return f"last good checkpoint: {last_good(job.checkpoints) or 'none yet'}"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -128,17 +132,10 @@ def prune(root: Path, *, keep: set[int], most: int) -> None:
         shutil.rmtree(path)
 
 
-def forget_after(root: Path, step: int) -> None:
-    """Delete checkpoints of steps after `step`, and unfinished ones."""
-    for path in complete(root):
-        if path.name > name_of(step):
-            shutil.rmtree(path)
-    sweep(root)
-
-
-def sweep(root: Path) -> None:
-    """Delete unfinished checkpoints."""
-    for path in root.glob(".step-????????.tmp"):
+def sweep(root: Path, after: int | None = None) -> None:
+    """Delete unfinished checkpoints, and those of steps after `after`."""
+    newer = [p for p in complete(root) if after is not None and p.name > name_of(after)]
+    for path in [*root.glob(".step-????????.tmp"), *newer]:
         shutil.rmtree(path)
 
 
@@ -160,26 +157,22 @@ def identity(
 def begin(
     job: TrainJob, how: str, *, to_universal: Callable[[Path, Path], object]
 ) -> tuple[TrainJob, Progress]:
-    """Choose the start of a run, and remove the checkpoints after it.
+    """Choose the start of a run (`train.resume`, see `choose`), and remove later checkpoints.
 
-    Args:
-        how: `train.resume`, see `choose`.
-        to_universal: converts a checkpoint (first folder) to universal form; called only if the
-            number of ranks has changed.
-
-    Returns:
-        The job with the checkpoint to resume from, if any, and the progress at that point.
+    Returns the job with the checkpoint to resume from, if any, and the progress at that point.
+    `to_universal` converts a checkpoint (first folder) to universal form; it is called only if the
+    number of ranks has changed.
     """
     saved = choose(how, job.checkpoints, job.identity)
     if saved is None:
-        forget_after(job.checkpoints, 0)
+        sweep(job.checkpoints, after=0)
         shutil.rmtree(job.checkpoints / "tokens", ignore_errors=True)
         return job, Progress()
     # Without ZeRO every rank has the whole optimizer state, so their number does not matter.
     moved = saved.world_size != job.settings.world_size and job.settings.zero.stage > 0
     if problem := _cannot_go_on(saved, job, moved=moved):
         raise ConfigError(f"train.resume: {saved.path}: {problem}", hint=_AGAIN)
-    forget_after(job.checkpoints, saved.progress.step)
+    sweep(job.checkpoints, after=saved.progress.step)
     job = replace(job, resume=saved.path)
     if moved:
         universal = job.checkpoints / "universal"
@@ -192,11 +185,9 @@ def begin(
 def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None to start from the beginning.
 
-    Args:
-        how: `auto` takes the newest checkpoint under `root`, if any; `never` takes none; anything
-            else is a folder as in `named`.
-        root: folder of this run's checkpoints, beside those of other runs.
-        wanted: `identity` of the run; ConfigError if that of the checkpoint differs.
+    `how` is `auto` for the newest checkpoint under `root`, the folder of this run's checkpoints,
+    if there is one; `never` for none; or a folder as in `named`. ConfigError if the checkpoint's
+    identity differs from `wanted`.
     """
     if how == "never":
         return None
@@ -205,8 +196,7 @@ def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None
         return None
     saved = open_checkpoint(path)
     differs = [
-        f"{name}: this run has {_shown(wanted.get(name))}, "
-        f"the checkpoint {_shown(saved.identity.get(name))}"
+        f"{name}: this run has {wanted.get(name)}, the checkpoint {saved.identity.get(name)}"
         for name in sorted(set(wanted) | set(saved.identity))
         if wanted.get(name) != saved.identity.get(name)
     ]
@@ -251,11 +241,6 @@ def _cannot_go_on(saved: Checkpoint, job: TrainJob, *, moved: bool) -> str:
     if best.step != saved.progress.step and not path.is_dir():
         return f"train.keep=best, and the best checkpoint so far does not exist: {path}"
     return ""
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:12]}..."
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -46,8 +46,8 @@ class Ranks:
         ConfigError as `choose_device`.
         """
         self.device = choose_device(device, int(os.environ["LOCAL_RANK"]))
-        cuda = self.device.type == "cuda"
-        if cuda:
+        self.gpu = self.device.type == "cuda"
+        if self.gpu:
             torch.cuda.set_device(self.device)
         else:
             # DeepSpeed would choose the same after probing every kind of accelerator.
@@ -60,46 +60,26 @@ class Ranks:
         deepspeed.ops.__compatible_ops__ = {}
         meeting_point = os.environ.get(RANKS_FILE)
         deepspeed.init_distributed(
-            dist_backend="nccl" if cuda else "gloo",
+            dist_backend="nccl" if self.gpu else "gloo",
             timeout=timedelta(seconds=timeout_s),
             verbose=False,
             init_method=f"file://{meeting_point}" if meeting_point else None,
             rank=int(os.environ["RANK"]) if meeting_point else -1,
             world_size=int(os.environ["WORLD_SIZE"]) if meeting_point else -1,
         )
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.first = self.rank == 0
         self.sequence_parallel = sequence_parallel
+        # Groups of ranks with rows of their own, this rank's among them, and its first rank, whose
+        # metrics count.
+        self.replicas = self.world_size // sequence_parallel
+        self.replica, place = divmod(self.rank, sequence_parallel)
+        self.leads = place == 0
         self.sequence_group: dist.ProcessGroup | None = None
         if sequence_parallel > 1:
             self.sequence_group, _ = dist.new_subgroups(
                 sequence_parallel, timeout=timedelta(seconds=timeout_s)
             )
-
-    @property
-    def gpu(self) -> bool:
-        """Return True if this rank computes on a GPU."""
-        return self.device.type == "cuda"
-
-    @property
-    def first(self) -> bool:
-        """Return True on rank 0."""
-        return self.rank == 0
-
-    @property
-    def replicas(self) -> int:
-        """Number of groups of ranks with rows of their own; all ranks if none share a row."""
-        return self.world_size // self.sequence_parallel
-
-    @property
-    def replica(self) -> int:
-        """Number of this rank's group, 0 to `replicas` - 1."""
-        return self.rank // self.sequence_parallel
-
-    @property
-    def leads(self) -> bool:
-        """Return True on the first rank of each group, whose metrics count."""
-        return self.rank % self.sequence_parallel == 0
 
     def peak_memory(self, *, awake: int = 0, asleep: int = 0) -> int:
         """Return the most memory that a rank has used so far, in bytes; a collective.
@@ -128,16 +108,15 @@ class Ranks:
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run a function on rank 0; return its result, or raise its PlumblineError, everywhere."""
-        result: T | None = None
-        error: PlumblineError | None = None
+        result: T | PlumblineError | None = None
         if self.first:
             try:
                 result = work()
-            except PlumblineError as raised:
-                error = raised
-        result, error = self.all_objects((result, error))[0]
-        if error is not None:
-            raise error
+            except PlumblineError as error:
+                result = error
+        result = self.all_objects(result)[0]
+        if isinstance(result, PlumblineError):
+            raise result
         return cast(T, result)
 
     def barrier(self) -> None:
@@ -295,10 +274,10 @@ class TrainerStates:
 
         if not self.away:
             return
+        device = get_accelerator().current_device_name()
         for engine in self.engines:
             engine.reload_states()
             if engine.zero_optimization_stage() == 3:
-                device = get_accelerator().current_device_name()
                 reload_optimizer_states(engine.optimizer.optimizer, device)
                 for weights in engine.optimizer.fp32_partitioned_groups_flat:
                     weights.data = weights.data.to(device)

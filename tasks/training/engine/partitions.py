@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -24,8 +23,7 @@ PARTITIONS = "partitions.json"
 SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(NamedTuple):
     """A partition: elements [start, end) of a flattened parameter whose full shape is `shape`."""
 
     data: torch.Tensor
@@ -53,13 +51,11 @@ def own_partitions(model: nn.Module, *, rank: int, world_size: int) -> dict[str,
         own = getattr(parameter, "ds_tensor", None)  # under ZeRO-3
         size = -(-count // world_size) if own is None else own.numel()
         start, end = min(rank * size, count), min((rank + 1) * size, count)
-        if own is None:
-            data = parameter.detach().reshape(-1)[start:end]
-        else:
+        data = parameter.detach().reshape(-1)[start:end]
+        if own is not None:
             data = own.detach().reshape(-1)[: end - start]
         if end > start:
-            copied = data.cpu().contiguous().clone()
-            partitions[name] = Partition(copied, shape, start, end)
+            partitions[name] = Partition(data.cpu().contiguous().clone(), shape, start, end)
     return partitions
 
 
@@ -98,8 +94,3 @@ def whole(
         list(parameters), modifier_rank=writer
     )
     return context
-
-
-def gathered(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-    """Gather parameters for writing; see `whole`."""
-    return whole(parameters, writer=0)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -50,10 +50,12 @@ class Saver:
                 checkpoint.sweep(job.checkpoints)
                 work.mkdir()
             ranks.barrier()
-            self._save(self._engine, work, ENGINE)
-            for name, context in self._others.items():
-                with context() as engine:
-                    self._save(engine, work, name)
+            for name, context in _all(self._engine, self._others):
+                with context as engine:
+                    engine.save_checkpoint(
+                        str(work), tag=name, save_latest=False,
+                        exclude_frozen_parameters=job.settings.peft.kind != "none",
+                    )  # fmt: skip
             flush_tree(work)  # on each rank: one node cannot flush the pages of another
             ranks.barrier()
             if ranks.first:
@@ -62,11 +64,10 @@ class Saver:
         except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
             if another_rank_failed(error):
                 raise
-            good = checkpoint.last_good(job.checkpoints)
             free = shutil.disk_usage(job.checkpoints).free / 1e9
             raise TrainingError(
                 f"rank {ranks.rank} could not write the checkpoint {job.checkpoints}: {error}",
-                details=[f"last good checkpoint: {good or 'none yet'}", f"free: {free:.2f} GB"],
+                details=[checkpoint.last_good_of(job), f"free: {free:.2f} GB"],
                 hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
             ) from error
         if ranks.first:
@@ -74,22 +75,15 @@ class Saver:
             checkpoint.prune(job.checkpoints, keep=keep, most=job.settings.max_ckpt_num)
         ranks.barrier()
 
-    def _save(self, engine: Any, work: Path, tag: str) -> None:
-        adapter = self._job.settings.peft.kind != "none"
-        engine.save_checkpoint(
-            str(work), tag=tag, save_latest=False, exclude_frozen_parameters=adapter
-        )
-
     def _require_finite(self, step: int) -> None:
         ranks = self._ranks
         own = own_partitions(self._engine.module, rank=ranks.rank, world_size=ranks.world_size)
         mine = not_finite(own)
         broken = sorted({name for names in ranks.all_objects(mine) for name in names})
         if broken:
-            good = checkpoint.last_good(self._job.checkpoints)
             raise TrainingError(
                 f"after step {step} {len(broken)} trained tensors are not finite, first "
-                f"{broken[0]}; last good checkpoint: {good or 'none yet'}",
+                f"{broken[0]}; {checkpoint.last_good_of(self._job)}",
                 details=broken[:20],
                 hint=f"train.lr={self._job.settings.optim.lr / 10:g}",
             )
@@ -110,18 +104,20 @@ def restore(engine: Any, job: TrainJob, others: Others = _NONE) -> Progress:
 
 def load(engine: Any, folder: Path, others: Others = _NONE) -> None:
     """Load a checkpoint's states into all engines."""
-    _load(engine, folder, ENGINE)
+    for name, context in _all(engine, others):
+        with context as each:
+            path, _ = each.load_checkpoint(
+                str(folder), tag=name, load_module_strict=False, load_lr_scheduler_states=False
+            )
+        if path is None:
+            raise TrainingError(f"DeepSpeed could not read the checkpoint {folder / name}")
+
+
+def _all(engine: Any, others: Others) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
+    """Yield the policy's engine and the others, with the names of their folders."""
+    yield ENGINE, nullcontext(engine)
     for name, context in others.items():
-        with context() as other:
-            _load(other, folder, name)
-
-
-def _load(engine: Any, folder: Path, tag: str) -> None:
-    path, _ = engine.load_checkpoint(
-        str(folder), tag=tag, load_module_strict=False, load_lr_scheduler_states=False
-    )
-    if path is None:
-        raise TrainingError(f"DeepSpeed could not read the checkpoint {folder / tag}")
+        yield name, context()
 
 
 def convert(folder: Path, out: Path) -> None:

@@ -35,28 +35,23 @@ with the adapter (`modules_to_save`) and excludes it from "all-linear"."""
 
 
 def add_adapter(
-    model: Any,
-    peft: Peft,
-    *,
-    head: str,
-    dtype: torch.dtype,
-    new_ids: Sequence[int] = (),
+    model: Any, peft: Peft, *, head: str, dtype: torch.dtype, new_ids: Sequence[int] = ()
 ) -> nn.Module:
     """Return peft's model around `model`; only its new LoRA adapter requires gradients."""
     from peft import get_peft_model
 
     config = lora_config(peft, head=head, model=model)
     if new_ids:
-        head_table, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        untied = head_table is not None and head_table.weight is not embedding.weight
-        tables = [embedding, head_table] if untied else [embedding]
+        embedding, out = model.get_input_embeddings(), model.get_output_embeddings()
+        tables = [embedding]
+        if out is not None and out.weight is not embedding.weight:
+            tables.append(out)
         names = [n for n, module in model.named_modules() if any(module is t for t in tables)]
         config.trainable_token_indices = {name: list(new_ids) for name in names}
     adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     _let_dora_see_its_base(adapted)
-    # peft makes adapters of 4-bit layers in fp32.
     for parameter in adapted.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad:  # peft makes adapters of 4-bit layers in fp32
             parameter.data = parameter.data.to(dtype)
     return adapted
 
@@ -78,8 +73,8 @@ def load_into(adapted: Any, folder: Path, adapter: str) -> list[nn.Parameter]:
 
     saved, current = LoraConfig.from_pretrained(str(folder)), adapted.peft_config[adapter]
     tensors = load_file(folder / "adapter_model.safetensors")
-    names = [n for n, _ in adapted.named_parameters() if adapter in n.split(".")]
-    keys = {live_to_peft(name, adapter): name for name in names}
+    own = {n: p for n, p in adapted.named_parameters() if adapter in n.split(".")}
+    keys = {live_to_peft(name, adapter): name for name in own}
     # Names and shapes of the tensors do not always show these settings.
     same = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     differs = [key for key in same if getattr(saved, key) != getattr(current, key)]
@@ -91,11 +86,8 @@ def load_into(adapted: Any, folder: Path, adapter: str) -> list[nn.Parameter]:
             details=differs[:20],
             hint="use the same section peft as in the step before",
         )
-    parameters = {key: adapted.get_parameter(keys[key]) for key in tensors}
     with torch.no_grad():
-        for key, parameter in parameters.items():
-            parameter.copy_(tensors[key])
-    return list(parameters.values())
+        return [own[keys[key]].copy_(tensor) for key, tensor in tensors.items()]
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tasks.training.tokens.packing import Bucket, Row
@@ -26,14 +27,6 @@ NAME, SHARED = "packed_sdpa", "packed_ulysses"
 SHORT = 256
 """Sequence length up to which a CPU's math kernel beats its flash kernel, whose bf16 backward pass
 takes seven times as long at 40 tokens. Longer sequences need the memory that flash saves."""
-
-
-def register() -> str:
-    """Register `packed_sdpa` with transformers; return its name."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, packed_sdpa)
-    return NAME
 
 
 def flash_bounds(row: Row) -> dict[str, Any]:
@@ -64,19 +57,11 @@ def packed_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each sequence of a packed row.
 
-    Args:
-        module: the attention layer.
-        query: (1, heads, T, d).
-        key: (1, key heads, T, d).
-        value: (1, key heads, T, d_v).
-        attention_mask: unused; transformers makes no mask for this attention.
-        buckets: buckets of the row; None if the row is a single sequence.
-        sliding_window: number of tokens that each token sees, itself included. None for families
-            that only put it into their mask; it is then read from the layer's configuration.
-        kwargs: passed on to transformers' SDPA.
-
-    Returns:
-        (1, T, heads, d_v), and None for the attention weights.
+    `query`, `key` and `value` are (1, heads, T, d); the result is (1, T, heads, d_v), and None for
+    the attention weights. Without `buckets` the row is a single sequence. `sliding_window` is the
+    number of tokens that each token sees, itself included; families that only put it into their
+    mask do not give it, and it is read from the layer's configuration. transformers makes no mask
+    for this attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -131,25 +116,14 @@ class SequenceParallel:
 
     Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509. Every layer but attention computes
     each token by itself. For attention an all-to-all exchanges tokens for heads, so that each rank
-    has all tokens of an N-th of the heads; a second one exchanges them back. The exchange is
-    DeepSpeed's operator. Its own `UlyssesSPAttentionHF` is not used: it changes the model's layers,
-    which also compute whole sequences here (fingerprints), and gathers the positions again in
-    every layer.
+    has all tokens of an N-th of the heads; a second one exchanges them back. DeepSpeed's own
+    `UlyssesSPAttentionHF` is not used: it changes the model's layers, which also compute whole
+    sequences here (fingerprints), and gathers the positions again in every layer.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        from deepspeed.sequence.layer import register_all_to_all_group
-
-        register_all_to_all_group(group)
         self._group = group
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
-
-    def register(self) -> str:
-        """Register the attention with transformers; return its name."""
-        from transformers import AttentionInterface
-
-        AttentionInterface.register(SHARED, self.attention)
-        return SHARED
 
     def part(self, row: Row) -> Row:
         """Return a row of this rank's tokens, and their targets; `buckets` are of the whole row.
@@ -213,8 +187,9 @@ class SequenceParallel:
         """
         if buckets is None:
             return packed_sdpa(module, query, key, value, attention_mask, **kwargs)
-        heads, key_heads = query.shape[1], key.shape[1]
-        repeated = math.lcm(key_heads, self._size)
+        _, heads, tokens, _ = query.shape
+        key_heads, size = key.shape[1], self._size
+        repeated = math.lcm(key_heads, size)
         layer: Any = module
         if repeated > key_heads:
             key, value = (x.repeat_interleave(repeated // key_heads, dim=1) for x in (key, value))
@@ -223,27 +198,26 @@ class SequenceParallel:
                 layer_idx=getattr(module, "layer_idx", None),
                 num_key_value_groups=heads // repeated,
             )
-        query, key, value = (self._to_heads(x) for x in (query, key, value))
+
+        def with_all_tokens(states: torch.Tensor) -> torch.Tensor:
+            """Exchange (1, h, T / N, d) for (1, h / N, T, d)."""
+            width = states.shape[-1]
+            received = self._exchange(states.reshape(size, -1, tokens, width))
+            return received.transpose(0, 1).reshape(1, -1, size * tokens, width)
+
+        query, key, value = (with_all_tokens(x) for x in (query, key, value))
         out, _ = packed_sdpa(layer, query, key, value, None, buckets=buckets, **kwargs)
-        return self._to_tokens(out), None
+        # (1, T, h / N, d) -> (1, T / N, h, d)
+        received = self._exchange(out.reshape(size, tokens, heads // size, -1))
+        return received.transpose(0, 1).reshape(1, tokens, heads, -1), None
 
-    def _to_heads(self, states: torch.Tensor) -> torch.Tensor:
-        """Exchange (1, h, T / N, d) for (1, h / N, T, d)."""
-        from deepspeed.sequence.layer import _dim_zero_all_to_all
-
-        _, heads, tokens, width = states.shape
-        shares = states.reshape(self._size, heads // self._size, tokens, width)
-        received: torch.Tensor = _dim_zero_all_to_all(self._group, shares)
-        return received.transpose(0, 1).reshape(1, -1, self._size * tokens, width)
-
-    def _to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """Exchange (1, T, h / N, d) for (1, T / N, h, d)."""
-        from deepspeed.sequence.layer import _dim_zero_all_to_all
-
-        _, tokens, heads, width = out.shape
-        parts = out.reshape(self._size, tokens // self._size, heads, width)
-        received: torch.Tensor = _dim_zero_all_to_all(self._group, parts)
-        return received.transpose(0, 1).reshape(1, tokens // self._size, self._size * heads, width)
+    def _exchange(self, shares: torch.Tensor) -> torch.Tensor:
+        """Send share i of (N, ...) to rank i; return those received, in the order of ranks."""
+        shares = shares.contiguous()
+        received: torch.Tensor = all_to_all_single(
+            torch.empty_like(shares), shares, group=self._group
+        )
+        return received
 
     def _bounds(self, row: Row) -> tuple[int, int]:
         each = -(-row.ids.shape[1] // self._size)

@@ -22,7 +22,7 @@ from torch import nn
 from tasks.serving.prompts import stop_ids
 from tasks.serving.reference.load import quantization_config, refuse_gaps
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.engine.partitions import gathered
+from tasks.training.engine.partitions import full_shape, whole
 from tasks.training.job import TrainJob
 from tasks.training.model.adapter import add_adapter, continue_adapter
 from tasks.training.model.packed_model import accept_packed_rows
@@ -51,18 +51,13 @@ def load_tokenizer(job: TrainJob) -> Any:
 
 
 def load_model(
-    job: TrainJob,
-    ranks: Ranks,
-    deepspeed_config: dict[str, Any],
-    *,
-    tokenizer: Any,
-    head: str = "tokens",
+    job: TrainJob, ranks: Ranks, config: dict[str, Any], *, tokenizer: Any, head: str = "tokens"
 ) -> nn.Module:
-    """Build the model for DeepSpeed; only the parameters to be trained require gradients.
+    """Build the model for DeepSpeed (`config`); only parameters to be trained require gradients.
 
     ArtifactError if the base's tensors are not those of its class, or the adapter does not fit.
     """
-    settings, config = job.settings, deepspeed_config
+    settings = job.settings
     model = _load_base(job, ranks, config, tokenizer=tokenizer, scored=head == "score")
     accept_packed_rows(model, ranks)
     if settings.gradient_checkpointing:
@@ -74,9 +69,9 @@ def load_model(
     model.enable_input_require_grads()
     # Adapters have to be initialised alike on every rank and under every ZeRO stage.
     torch.manual_seed(settings.seed)
-    dtype = DTYPES[settings.dtype]
     new_ids = tokenizer.convert_tokens_to_ids(list(settings.new_tokens))
     with partitioned(config):
+        dtype = DTYPES[settings.dtype]
         adapted = add_adapter(model, settings.peft, head=head, dtype=dtype, new_ids=new_ids)
     if job.adapter is not None:
         continue_adapter(adapted, job.adapter)
@@ -129,14 +124,12 @@ def _load_base(
         model, info = kind.from_pretrained(job.base, output_loading_info=True, **loading, **extra)
     gaps = set()
     if scored:  # it replaces the head of a language model
-        replaced = map(str, info["unexpected_keys"])
-        gaps = {key for key in replaced if key.split(".")[0] in ("lm_head", "embed_out")}
+        gaps = {k for k in info["unexpected_keys"] if k.split(".")[0] in ("lm_head", "embed_out")}
         gaps.add(SCORE_WEIGHT)
-    absent = set(map(str, info["missing_keys"]))
     refuse_gaps(job.base, info, gaps, hint="give a complete checkpoint of a causal language model")
     if settings.zero.stage == 3:
         _restore_buffers(model, kind, loading)
-    if SCORE_WEIGHT in absent:
+    if SCORE_WEIGHT in info["missing_keys"]:
         _fill_head(model, seed=settings.seed)
     for name in other_towers(model):  # weight decay would change what no text passes
         model.get_submodule(name).requires_grad_(False)
@@ -167,9 +160,8 @@ def _fill_head(model: Any, *, seed: int) -> None:
     Weights are normal with variance 1 / (hidden + 1), so that scores begin at about unit size
     (Stiennon et al. 2020, arXiv:2009.01325, app. B.1).
     """
-    weight = model.score.weight
-    shape = tuple(getattr(weight, "ds_shape", weight.shape))
-    generator = torch.Generator().manual_seed(seed)
+    weight, generator = model.score.weight, torch.Generator().manual_seed(seed)
+    shape = full_shape(weight)
     values = torch.randn(shape, generator=generator) / math.sqrt(shape[-1] + 1)
-    with gathered([weight]), torch.no_grad():
+    with whole([weight], writer=0), torch.no_grad():
         weight.copy_(values)

@@ -98,15 +98,18 @@ def token_logprobs(
 
         def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             logits = scaling(logits_of(hidden)).float()
-            return _with_entropies(logits, targets) if entropies else _logprobs(logits, targets)
+            if not entropies:
+                return -nn.functional.cross_entropy(logits, targets, reduction="none")
+            logprobs = logits.log_softmax(dim=-1)
+            each = -(logprobs.exp() * logprobs).sum(dim=-1)
+            return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], each])
 
         size = max(1, PORTION // (getattr(body, "out_features", None) or 1 << 18))
         if len(hidden) <= size:
             return portion(hidden, targets_N)
-        parts = [  # recomputed in the backward pass
-            checkpoint(portion, h, t, use_reentrant=False)
-            for h, t in zip(hidden.split(size), targets_N.split(size), strict=True)
-        ]
+        portions = zip(hidden.split(size), targets_N.split(size), strict=True)
+        # recomputed in the backward pass
+        parts = [checkpoint(portion, *each, use_reentrant=False) for each in portions]
         return torch.cat(parts, dim=-1)
 
     # One of these modules computes the logits: the head, or peft's copies of it.
@@ -117,17 +120,6 @@ def token_logprobs(
             stack.enter_context(_standing_in(body, partial(compute, body, body.forward)))
         results: torch.Tensor = head(hidden_NH)
     return results
-
-
-def _logprobs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return -nn.functional.cross_entropy(logits, targets, reduction="none")
-
-
-def _with_entropies(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities and entropies, (2, N)."""
-    logprobs = logits.log_softmax(dim=-1)
-    entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
-    return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], entropies])
 
 
 @contextlib.contextmanager

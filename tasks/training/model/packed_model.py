@@ -38,13 +38,12 @@ four times the rounding of bf16 and fp16, to allow for all layers; more for fp32
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Results to compute for each supervised token of a row."""
+    """Results to compute for each supervised token of a row, beside or instead of its log-prob."""
 
     temperature: float = 1.0  # sampling temperature of the log-probabilities
-    entropy: bool = False  # True to return entropies beside the log-probabilities
-    # True to return only the hidden states that the tokens were predicted from
-    states: bool = False
-    router: bool = False  # True to return the router loss of the row behind the log-probabilities
+    entropy: bool = False  # entropies beside the log-probabilities
+    states: bool = False  # only the hidden states that the tokens were predicted from
+    router: bool = False  # the router loss of the row behind the log-probabilities
 
 
 PLAIN = TokenOutputs()
@@ -55,6 +54,8 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
 
     ConfigError if the model's attention leaves out a cap of its logits, or cannot be divided.
     """
+    from transformers import AttentionInterface
+
     name = model.config._attn_implementation
     if (cap := uncapped(model.config.to_dict(), name)) is not None:
         raise ConfigError(
@@ -86,8 +87,10 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
 
     model.forward = types.MethodType(forward, model)
     if packs:
-        register = attention.register if shared is None else shared.register
-        model.set_attn_implementation(register())
+        ours = attention.NAME if shared is None else attention.SHARED
+        kernel = attention.packed_sdpa if shared is None else shared.attention
+        AttentionInterface.register(ours, kernel)
+        model.set_attn_implementation(ours)
 
 
 def model_of(module: Any) -> Any:
@@ -213,7 +216,7 @@ def require_same(engine: Any, row: Row) -> None:
 
 def _difference(engine: Any, row: Row) -> tuple[float, float]:
     """Return the mean difference of a row's last sequence from the same alone, and the limit."""
-    was = engine.module.training if hasattr(engine, "module") else engine.training
+    was = getattr(engine, "module", engine).training
     last = int(row.ends.argmax())
     end = int(row.ends[last])
     start, own = end - int(row.positions[0, end]), row.owner == last

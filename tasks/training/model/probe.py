@@ -7,13 +7,14 @@ measurement in padded batches gives the engine's own noise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
 
 from tasks.core.machine import measured_on
 from tasks.drift.fingerprint import Fingerprint, ScorePrint, drift
@@ -25,6 +26,7 @@ PROBE_TOKENS = 64
 SCORED_TOKENS = 512
 """Tokens kept at the end of a probe for a reward model; nearly always the whole text."""
 NOISE_BATCH = 8
+Probes = Sequence[Sequence[int]]
 
 
 def measure_fingerprint(
@@ -49,56 +51,40 @@ def choose_scored(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]
     return tuple(tuple(examples.sequence(i, r)[0][-SCORED_TOKENS:].tolist()) for i, r in chosen)
 
 
-def score_print(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> ScorePrint:
+def score_print(engine: Any, probes: Probes, device: torch.device) -> ScorePrint:
     """Score the probes with a reward model."""
+    # transformers scores at the last token that is not the padding id, so batches are padded with
+    # an id that no probe ends with.
+    ends = {probe[-1] for probe in probes}
+    config, pad = model_of(engine.module).config.get_text_config(), 0
+    while pad in ends:
+        pad += 1
     engine.eval()
-    with torch.no_grad():
-        alone = [_score(engine, [p], device)[0] for p in probes]
-        batches = [probes[i : i + NOISE_BATCH] for i in range(0, len(probes), NOISE_BATCH)]
-        batched = [score for batch in batches for score in _score(engine, batch, device)]
+    alone = [float(logits[0, 0]) for logits in _alone(engine, probes, device)]
+    before, config.pad_token_id = config.pad_token_id, pad
+    try:
+        batches = list(_in_batches(engine, probes, device, pad))
+    finally:
+        config.pad_token_id = before
     engine.train()
+    batched = [float(score) for logits in batches for score in logits[:, 0]]
     noise = sum(abs(a - b) for a, b in zip(alone, batched, strict=True)) / len(alone)
     kept, on = tuple(tuple(p) for p in probes), _measured_on(engine, device)
     return ScorePrint(kept, tuple(alone), "deepspeed", noise, on)
 
 
-def _score(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> list[float]:
-    if len(probes) == 1:
-        out = engine(input_ids=torch.tensor([list(probes[0])], device=device), use_cache=False)
-        return [float(out.logits[0, 0])]
-    # transformers scores at the last token that is not the padding id, so pad with an id that no
-    # probe ends with.
-    ends = {probe[-1] for probe in probes}
-    config = model_of(engine.module).config.get_text_config()
-    before, pad = config.pad_token_id, next(i for i in range(len(ends) + 1) if i not in ends)
-    ids, mask = _batch(probes, pad, device)
-    config.pad_token_id = pad
-    try:
-        out = engine(input_ids=ids, attention_mask=mask, use_cache=False)
-    finally:
-        config.pad_token_id = before
-    return [float(score) for score in out.logits[:, 0]]
-
-
-def fingerprint_of(
-    engine: Any, probes: Sequence[Sequence[int]], device: torch.device
-) -> Fingerprint:
+def fingerprint_of(engine: Any, probes: Probes, device: torch.device) -> Fingerprint:
     """Measure the fingerprint on the probes. All ranks take part, with the same inputs."""
     alone, steps, batched = [], [], []
     engine.eval()
-    with torch.no_grad():
-        for probe in probes:
-            ids = torch.tensor([list(probe)], device=device)
-            logits_TV = engine(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            steps.append(largest_steps(logits_TV.cpu().numpy()))
-            alone.append(torch.log_softmax(logits_TV, dim=-1).cpu())
-        for start in range(0, len(probes), NOISE_BATCH):
-            batch = probes[start : start + NOISE_BATCH]
-            ids, mask = _batch(batch, 0, device)
-            logits_BTV = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            for row, probe in enumerate(batch):
-                logits_TV = logits_BTV[row, : len(probe) - 1].float()
-                batched.append(torch.log_softmax(logits_TV, dim=-1).cpu())
+    for logits in _alone(engine, probes, device):
+        logits_TV = logits[0, :-1].float()
+        steps.append(largest_steps(logits_TV.cpu().numpy()))
+        alone.append(torch.log_softmax(logits_TV, dim=-1).cpu())
+    for number, logits_BTV in enumerate(_in_batches(engine, probes, device)):
+        for row, probe in enumerate(probes[number * NOISE_BATCH : (number + 1) * NOISE_BATCH]):
+            logits_TV = logits_BTV[row, : len(probe) - 1].float()
+            batched.append(torch.log_softmax(logits_TV, dim=-1).cpu())
     engine.train()
     first = _assemble(probes, torch.cat(alone))
     second = _assemble(probes, torch.cat(batched), first.ids)
@@ -110,27 +96,32 @@ def fingerprint_of(
     )
 
 
+@torch.no_grad()
+def _alone(engine: Any, probes: Probes, device: torch.device) -> Iterator[torch.Tensor]:
+    """Yield the logits of each probe, in a batch of its own without a mask."""
+    for probe in probes:
+        ids = torch.tensor([list(probe)], device=device)
+        yield engine(input_ids=ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def _in_batches(
+    engine: Any, probes: Probes, device: torch.device, pad: int = 0
+) -> Iterator[torch.Tensor]:
+    """Yield the logits of `NOISE_BATCH` probes at a time, padded on the right and masked."""
+    for start in range(0, len(probes), NOISE_BATCH):
+        batch = [torch.tensor(probe) for probe in probes[start : start + NOISE_BATCH]]
+        ids = pad_sequence(batch, batch_first=True, padding_value=pad).to(device)
+        mask = pad_sequence([torch.ones_like(probe) for probe in batch], batch_first=True)
+        yield engine(input_ids=ids, attention_mask=mask.to(device), use_cache=False).logits
+
+
 def _measured_on(engine: Any, device: torch.device) -> dict[str, str]:
     return measured_on(device, model_of(engine.module).config._attn_implementation)
 
 
-def _batch(
-    probes: Sequence[Sequence[int]], pad: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids padded on the right, and their mask; both (B, T)."""
-    longest = max(len(p) for p in probes)
-    ids = torch.full((len(probes), longest), pad, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, probe in enumerate(probes):
-        ids[row, : len(probe)] = torch.tensor(probe)
-        mask[row, : len(probe)] = 1
-    return ids.to(device), mask.to(device)
-
-
 def _assemble(
-    probes: Sequence[Sequence[int]],
-    logprobs_NV: torch.Tensor,
-    ids: NDArray[np.int32] | None = None,
+    probes: Probes, logprobs_NV: torch.Tensor, ids: NDArray[np.int32] | None = None
 ) -> Fingerprint:
     vocabulary = logprobs_NV.shape[1]
     if ids is None and vocabulary <= TOP_K:

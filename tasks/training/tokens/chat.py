@@ -11,18 +11,26 @@ that is trained.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from tasks.data.messages import REASONING
-from tasks.training.tokens.examples import Tokens
+from tasks.data.messages import REASONING, Message
+from tasks.training.tokens.examples import Tokens, all_but_first
 
-Message = dict[str, Any]
+UNSTABLE = "the chat template is not prefix-stable: "
+LAST = (
+    f"{UNSTABLE}the conversation does not begin with the rendered prompt, so the answer's first "
+    "token is unknown"
+)
+EARLIER = (
+    f"{UNSTABLE}it renders message {{}} differently when the conversation goes on, so earlier "
+    "answers cannot be trained (train.mask=last_answer does not need it)"
+)
 
 
 class Unfit(ValueError):
@@ -42,137 +50,78 @@ class Turns(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A trained answer: the text before it, the text up to its end, and its message's number."""
+    """A trained answer: the text before it, the text up to its end, and why tokens may differ."""
 
-    begin: str
-    end: str
-    number: int
-    last: bool
-
-    @property
-    def unstable(self) -> Unfit:
-        """The error if the text before it is not a prefix of the conversation."""
-        if self.last:
-            return Unfit(
-                "the chat template is not prefix-stable: the conversation does not begin with the "
-                "rendered prompt, so the answer's first token is unknown"
-            )
-        return Unfit(
-            f"the chat template is not prefix-stable: it renders message {self.number + 1} "
-            "differently when the conversation goes on, so earlier answers cannot be trained "
-            "(train.mask=last_answer does not need it)"
-        )
+    before: str
+    until: str
+    unstable: str
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Renders and tokenises conversations."""
+class Rendered(NamedTuple):
+    """The text of a conversation and its trained answers."""
 
-    tokenizer: Any  # a Hugging Face tokenizer with a chat template
-    ends: frozenset[int]  # token ids that may end a turn
+    text: str
+    answers: list[Answer]
 
-    def encode(self, conversations: Sequence[Turns]) -> list[Tokens | Unfit]:
-        """Return token ids and loss marks of each conversation, or the reason it is unfit.
 
-        All texts are tokenised in one call, and repeated ones (such as the prompt of a pair) once.
-        """
-        rendered: list[tuple[str, list[Answer]] | Unfit] = []
-        for turns in conversations:
-            try:
-                rendered.append(self._rendered(turns))
-            except Unfit as unfit:
-                rendered.append(unfit)
-            except TemplateError as error:  # `raise_exception` of a template
-                refused = f"the chat template refuses the conversation: {error}"
-                rendered.append(Unfit(refused))
-        texts: dict[str, None] = {}
-        for result in rendered:
-            if not isinstance(result, Unfit):
-                text, answers = result
-                texts |= dict.fromkeys([text, *(t for a in answers for t in (a.begin, a.end))])
-        tokenised: list[list[int]] = []
-        if texts:
-            tokenised = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+def encode_conversations(
+    tokenizer: Any, ends: Collection[int], conversations: Sequence[Turns]
+) -> list[Tokens | Unfit]:
+    """Return token ids and loss marks of each conversation, or the reason why it is unfit.
+
+    `ends` are the token ids that may end a turn. All texts are tokenised in one call, and repeated
+    ones (such as the prompt of a pair) once.
+    """
+    rendered = [_render(tokenizer, turns) for turns in conversations]
+    texts: dict[str, None] = {}
+    for result in rendered:
+        if isinstance(result, Rendered):
+            texts[result.text] = None
+            texts |= dict.fromkeys(text for a in result.answers for text in (a.before, a.until))
+    ids: dict[str, list[int]] = {}
+    if texts:
+        tokenised = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         ids = dict(zip(texts, tokenised, strict=True))
-        encoded: list[Tokens | Unfit] = []
-        for turns, result in zip(conversations, rendered, strict=True):
-            try:
-                encoded.append(
-                    result if isinstance(result, Unfit) else self._marked(turns, *result, ids)
-                )
-            except Unfit as unfit:
-                encoded.append(unfit)
-        return encoded
+    return [
+        result if isinstance(result, Unfit) else _mark(result, ids, ends, turns.everything)
+        for turns, result in zip(conversations, rendered, strict=True)
+    ]
 
-    def _rendered(self, turns: Turns) -> tuple[str, list[Answer]]:
-        """Return the text of a conversation, and its trained answers."""
-        messages = turns.messages
-        if not messages or messages[-1]["role"] != "assistant":
-            raise Unfit("the last message is not the assistant's")
-        text = self._render(messages, turns.tools)
-        for part, others, tools in _without_parts(turns):
-            try:
-                left_out = self._render(others, tools) == text
-            except TemplateError:  # it asks for what was taken away
-                continue
-            if left_out:
-                raise Unfit(f"the chat template leaves out {part}")
-        answers: list[Answer] = []
-        for number in range(turns.first, len(messages)):
-            if turns.everything or messages[number]["role"] != "assistant":
-                continue
-            before = messages[:number]  # transformers cannot render an empty conversation
-            begin = self._render(before, turns.tools, prompt=True) if before else ""
-            last = number == len(messages) - 1
-            end = text if last else self._render(messages[: number + 1], turns.tools)
-            answer = Answer(begin, end, number, last)
-            if not text.startswith(begin) or not text.startswith(end):
-                raise answer.unstable
-            if not begin:
-                raise Unfit("no token before the answer from which to predict its first token")
-            answers.append(answer)
-        return text, answers
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        *,
-        prompt: bool = False,
-    ) -> str:
-        text: str = self.tokenizer.apply_chat_template(
+def _render(tokenizer: Any, turns: Turns) -> Rendered | Unfit:
+    messages = turns.messages
+    if not messages or messages[-1]["role"] != "assistant":
+        return Unfit("the last message is not the assistant's")
+
+    def render(messages: Sequence[Message], tools: Any = turns.tools, prompt: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
         )
         return text
 
-    def _marked(
-        self, turns: Turns, text: str, answers: Sequence[Answer], tokenised: dict[str, list[int]]
-    ) -> Tokens:
-        ids = tokenised[text]
-        bears: NDArray[np.uint8] = np.zeros(len(ids), np.uint8)
-        stop = 0
-        for answer in answers:
-            begin, end = tokenised[answer.begin], tokenised[answer.end]
-            if ids[: len(begin)] != begin or ids[: len(end)] != end:
-                raise answer.unstable
-            stop = self._after_end(ids, len(begin), len(end))
-            if stop == len(begin) + 1:
-                raise Unfit("no trainable token: the chat template leaves nothing of the answer")
-            bears[len(begin) : stop] = 1
-        if turns.everything:
-            stop = self._after_end(ids, 1, len(ids))
-            bears[1:stop] = 1  # the first token has none before it to predict it from
-        return Tokens(np.asarray(ids[:stop], np.int32), bears[:stop])
-
-    def _after_end(self, ids: Sequence[int], begin: int, end: int) -> int:
-        """Return the position after the last end of a turn within [begin, end)."""
-        for place in range(end - 1, begin - 1, -1):
-            if ids[place] in self.ends:
-                return place + 1
-        raise Unfit(
-            "the chat template does not end the turn: none of the ids "
-            f"{sorted(self.ends)} after the answer"
-        )
+    try:
+        text = render(messages)
+        for part, others, tools in _without_parts(turns):
+            with contextlib.suppress(TemplateError):  # it asks for what was taken away
+                if render(others, tools) == text:
+                    return Unfit(f"the chat template leaves out {part}")
+        answers = []
+        for number in range(turns.first, len(messages)):
+            if turns.everything or messages[number]["role"] != "assistant":
+                continue
+            # transformers cannot render an empty conversation
+            before = render(messages[:number], prompt=True) if number else ""
+            last = number == len(messages) - 1
+            until = text if last else render(messages[: number + 1])
+            answer = Answer(before, until, LAST if last else EARLIER.format(number + 1))
+            if not text.startswith(before) or not text.startswith(until):
+                return Unfit(answer.unstable)
+            if not before:
+                return Unfit("no token before the answer from which to predict its first token")
+            answers.append(answer)
+    except TemplateError as error:  # `raise_exception` of a template
+        return Unfit(f"the chat template refuses the conversation: {error}")
+    return Rendered(text, answers)
 
 
 def _without_parts(turns: Turns) -> Iterator[tuple[str, Sequence[Message], Any]]:
@@ -192,6 +141,34 @@ def _without_parts(turns: Turns) -> Iterator[tuple[str, Sequence[Message], Any]]
             yield part, [*before, other, *after], turns.tools
 
 
+def _mark(
+    rendered: Rendered, tokenised: Mapping[str, list[int]], ends: Collection[int], everything: bool
+) -> Tokens | Unfit:
+    """Mark the tokens of each answer up to the last end of a turn; cut what comes after it."""
+    ids = tokenised[rendered.text]
+    # The first token has none before it to predict it from.
+    spans = [(1, len(ids))] if everything else []
+    for answer in rendered.answers:
+        before, until = tokenised[answer.before], tokenised[answer.until]
+        if ids[: len(before)] != before or ids[: len(until)] != until:
+            return Unfit(answer.unstable)
+        spans.append((len(before), len(until)))
+    bears: NDArray[np.uint8] = np.zeros(len(ids), np.uint8)
+    end = 0
+    for begin, end in spans:
+        while end > begin and ids[end - 1] not in ends:
+            end -= 1
+        if end == begin:
+            return Unfit(
+                f"the chat template does not end the turn: none of the ids {sorted(ends)} after "
+                "the answer"
+            )
+        if end == begin + 1:
+            return Unfit("no trainable token: the chat template leaves nothing of the answer")
+        bears[begin:end] = 1
+    return Tokens(np.asarray(ids[:end], np.int32), bears[:end])
+
+
 def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[Tokens | Unfit]:
     """Return token ids and loss marks of raw texts, or the reason why one is unfit.
 
@@ -202,23 +179,7 @@ def encode_texts(tokenizer: Any, texts: Sequence[str]) -> list[Tokens | Unfit]:
     for ids in tokenizer(list(texts), verbose=False)["input_ids"] if texts else ():
         whole = ids if ids and ids[-1] == end else [*ids, end]
         if len(whole) > 1:
-            encoded.append(_all_but_first(np.asarray(whole, np.int32)))
+            encoded.append(all_but_first(np.asarray(whole, np.int32)))
         else:
             encoded.append(Unfit("no trainable token: the tokenizer makes nothing of the text"))
     return encoded
-
-
-def pieces(tokens: Tokens, max_len: int) -> Iterator[Tokens]:
-    """Cut a text into pieces of at most `max_len` tokens, in order.
-
-    Pieces overlap by one token: the last one of a piece is the first of the next, where it bears no
-    loss. So every token of a text but its first bears loss exactly once.
-    """
-    for start in range(0, len(tokens.ids) - 1, max_len - 1):
-        yield _all_but_first(tokens.ids[start : start + max_len])
-
-
-def _all_but_first(ids: Any) -> Tokens:
-    bears: NDArray[np.uint8] = np.ones(len(ids), np.uint8)
-    bears[0] = 0
-    return Tokens(ids, bears)

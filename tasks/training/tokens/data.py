@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,9 +25,10 @@ import numpy as np
 from tasks.core.disk import flush_tree
 from tasks.core.errors import ConfigError, DataError
 from tasks.core.events import emit
+from tasks.data.messages import Message
 from tasks.serving.prompts import stop_ids
-from tasks.training.job import TrainJob
-from tasks.training.tokens.chat import Encoder, Message, Turns, Unfit, encode_texts
+from tasks.training.job import Batch, TrainJob
+from tasks.training.tokens.chat import Turns, Unfit, encode_conversations, encode_texts
 from tasks.training.tokens.examples import (
     VALUES,
     Example,
@@ -38,7 +38,7 @@ from tasks.training.tokens.examples import (
     open_examples,
     save_examples,
 )
-from tasks.training.tokens.truncation import SPLIT, Rule, Tally, refuse_truncated
+from tasks.training.tokens.truncation import SPLIT, Tally, fit, refuse_truncated
 
 if TYPE_CHECKING:
     from tasks.training.engine.deepspeed_engine import Ranks
@@ -55,37 +55,6 @@ PARTNERS = 64
 """Examples searched for a `mismatched` answer."""
 
 
-class RowFile:
-    """A JSON Lines file whose rows are read on demand. Raises DataError if it cannot be read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = path.open("rb")
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-        self._ends = np.cumsum([len(line) for line in self._file])
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._ends)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return row `number`, counted from 0; DataError if it is not JSON or has no id."""
-        self._file.seek(int(self._ends[number - 1]) if number else 0)
-        try:
-            row = json.loads(self._file.readline())
-        except ValueError as error:
-            raise DataError(f"{self.path}:{number + 1}: not JSON: {error}") from error
-        if not isinstance(row, dict) or "id" not in row:
-            raise DataError(f"{self.path}:{number + 1}: not a row of a dataset: no id")
-        return row
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 def holds_texts(path: Path) -> bool:
     """Return True if the first row of a split is a raw text."""
     with path.open() as file:
@@ -99,24 +68,26 @@ class Draft(NamedTuple):
     `without_loss` counts the answers of a conversation that bear no loss.
     """
 
-    conversations: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     values: Mapping[str, float] = {}
     without_loss: int = 0
 
 
-class Drafts:
-    """The drafts of a split, by number.
+class Rows:
+    """The rows of a split, read on demand, as drafts of examples.
 
     Raises:
         ConfigError: the rows are not of the kind that the roles need.
-        DataError: the split is empty or cannot be read.
+        DataError: the split is empty.
     """
 
     def __init__(self, path: Path, *, roles: tuple[str, ...], mask: str, seed: int) -> None:
-        self.rows, self._roles, self._mask = RowFile(path), roles, mask
-        if not len(self.rows):
+        self._roles, self._mask = roles, mask
+        self._file = path.open("rb")
+        self._ends = np.cumsum([len(line) for line in self._file])
+        if not len(self):
             raise DataError(f"{path}: no samples", hint="data.path=... or data.eval_fraction=...")
-        first = self.rows[0]
+        first = self.read(0)
         self.texts = "text" in first
         kind = PAIRS if "chosen" in first else LABELLED if "desirable" in first else CONVERSATIONS
         if kind != roles:
@@ -130,12 +101,26 @@ class Drafts:
                 hint=f"train.mask={EVERY_TOKEN}",
             )
         if roles == LABELLED:
-            self._order = np.random.default_rng(seed).permutation(len(self.rows))
+            self._order = np.random.default_rng(seed).permutation(len(self))
             self._place = np.argsort(self._order)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._ends)
+
+    def read(self, number: int) -> dict[str, Any]:
+        """Return row `number`, counted from 0."""
+        self._file.seek(int(self._ends[number - 1]) if number else 0)
+        row: dict[str, Any] = json.loads(self._file.readline())
+        return row
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     def draft(self, number: int) -> tuple[str, Draft | Unfit]:
         """Return the id of row `number`, and its draft or the reason why it cannot be used."""
-        row = self.rows[number]
+        row = self.read(number)
         name = str(row["id"])
         try:
             if self._roles == PAIRS:
@@ -172,10 +157,10 @@ class Drafts:
 
     def _partner(self, number: int, prompt: list[Message], answer: Message) -> Message:
         """Return the next answer, in a shuffled order, whose prompt and text are both different."""
-        place, total = int(self._place[number]), len(self.rows)
+        place, total = int(self._place[number]), len(self)
         searched = min(PARTNERS, total - 1)
         for step in range(1, searched + 1):
-            messages = self.rows[int(self._order[(place + step) % total])]["messages"]
+            messages = self.read(int(self._order[(place + step) % total]))["messages"]
             if messages[-1] != answer and messages[:-1] != prompt:
                 partner: Message = messages[-1]
                 return partner
@@ -195,14 +180,14 @@ def load_split(
     cannot be used, with their names, or if too many training rows would be truncated.
     """
     path, batch = job.data / f"{split}.jsonl", job.settings.batch
-    drafts = Drafts(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
-    if batch.on_overlong == SPLIT and not drafts.texts:
+    rows = Rows(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
+    if batch.on_overlong == SPLIT and not rows.texts:
         raise ConfigError(
             f"train.on_overlong={SPLIT} is for raw texts, and {path} holds none: a piece of a "
             "conversation has no prompt",
             hint="train.on_overlong=truncate or refuse",
         )
-    if not drafts.texts and not tokenizer.chat_template:
+    if not rows.texts and not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer of {job.side_files} has no chat template to render them",
             hint="data.chat_template=<Jinja file>",
@@ -211,97 +196,82 @@ def load_split(
     cached = ranks.on_first(folder.is_dir)
     if not cached:
         encode: Encode = partial(encode_texts, tokenizer)
-        if not drafts.texts:
+        if not rows.texts:
             ends = stop_ids(job.side_files, tokenizer.eos_token_id)
-            encode = Encoder(tokenizer, frozenset(ends)).encode
-        rule = Rule(batch.max_len, batch.on_overlong)
-        _tokenise(folder, Tokeniser(drafts, encode, rule), ranks)
-    drafts.rows.close()
+            encode = partial(encode_conversations, tokenizer, frozenset(ends))
+        _tokenise(folder, rows, encode, batch, ranks, source=path.name)
+    rows.close()
     notes = json.loads((folder / NOTES).read_text())
     if ranks.first:
         emit("data", split=split, cached=cached, **notes)
     if split == "train":  # truncated evaluation rows teach nothing wrong
         refuse_truncated(
             notes, source=path.name, max_len=batch.max_len, most=job.max_truncated,
-            texts=drafts.texts,
+            texts=rows.texts,
         )  # fmt: skip
     return open_examples(folder, roles)
 
 
-@dataclass(frozen=True)
-class Tokeniser:
-    """Tokenises rows, one chunk in memory at a time."""
-
-    drafts: Drafts
-    encode: Encode
-    rule: Rule
-
-    def examples(self, numbers: range, tally: Tally) -> Iterator[Example]:
-        """Yield the examples of these rows, and count the rows."""
-        for start in range(0, len(numbers), CHUNK):
-            drafts = [self.drafts.draft(n) for n in numbers[start : start + CHUNK]]
-            good = [draft for _, draft in drafts if isinstance(draft, Draft)]
-            encoded = iter(self.encode([c for d in good for c in d.conversations]))
-            for name, draft in drafts:
-                if isinstance(draft, Unfit):
-                    tally.unreadable(name, str(draft))
-                    continue
-                tally.counts["without_loss"] += draft.without_loss
-                sequences = [next(encoded) for _ in draft.conversations]
-                unfit = [str(sequence) for sequence in sequences if isinstance(sequence, Unfit)]
-                if unfit:
-                    tally.unreadable(name, unfit[0])
-                    continue
-                tokens = tuple(sequence for sequence in sequences if isinstance(sequence, Tokens))
-                yield from self.rule.examples(Example(name, tokens, draft.values), tally)
-
-
-def _tokenise(folder: Path, tokeniser: Tokeniser, ranks: Ranks) -> None:
+def _tokenise(
+    folder: Path, rows: Rows, encode: Encode, batch: Batch, ranks: Ranks, *, source: str
+) -> None:
     """Tokenise a split on all ranks, each a range of neighbouring rows; one rename shows it."""
-    staged, rows = folder.with_name(f".{folder.name}"), tokeniser.drafts.rows
+    staged, world = folder.with_name(f".{folder.name}"), ranks.world_size
     if ranks.first:
         shutil.rmtree(staged, ignore_errors=True)
-        (staged / "whole").mkdir(parents=True)
     ranks.barrier()
-    total, world = len(rows), ranks.world_size
-    begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
     parts = [staged / f"part-{rank:05}" for rank in range(world)]
-    # Errors are exchanged, since the other ranks wait.
-    tally, error = Tally(), None
-    try:
-        parts[ranks.rank].mkdir()
-        save_examples(parts[ranks.rank], tokeniser.examples(range(begin, end), tally))
-    except DataError as wrong:
-        error = wrong
-    except OSError as wrong:
-        error = DataError(
-            f"{staged}: tokenised data cannot be written: {wrong.strerror or wrong}",
-            hint="free space there, or paths.runs=<another disk>",
-        )
-    tallies, errors = zip(*ranks.all_objects((tally, error)), strict=True)
-    tally, source = sum(tallies, Tally()), rows.path.name
-    problem = next(filter(None, errors), None) or tally.problem(source)
-    if problem is None and ranks.first:
-        whole = staged / "whole"
-        join_examples(whole, parts)
-        problem = _mixed_values(np.load(whole / "values.npy", mmap_mode="r"), source)
-        (whole / NOTES).write_text(json.dumps(tally.event(tokeniser.rule.max_len)) + "\n")
-        flush_tree(whole)
-        if problem is None:
-            whole.rename(folder)
-    problem = ranks.all_objects(problem)[0]
-    if ranks.first:
-        shutil.rmtree(staged, ignore_errors=True)
-    if problem is not None:
-        raise problem
+    parts[ranks.rank].mkdir(parents=True)
+    begin, end = (len(rows) * part // world for part in (ranks.rank, ranks.rank + 1))
+    tally = Tally()
+    save_examples(parts[ranks.rank], _examples(rows, range(begin, end), encode, batch, tally))
+    tally = sum(ranks.all_objects(tally), Tally())
+
+    def publish() -> None:
+        try:
+            if problem := tally.problem(source):
+                raise problem
+            join_examples(staged, parts)
+            _refuse_mixed_values(np.load(staged / "values.npy", mmap_mode="r"), source)
+            (staged / NOTES).write_text(json.dumps(tally.event(batch.max_len)) + "\n")
+            for part in parts:
+                shutil.rmtree(part)
+            flush_tree(staged)
+            staged.rename(folder)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    ranks.on_first(publish)
 
 
-def _mixed_values(values: np.ndarray[Any, Any], source: str) -> DataError | None:
-    """Return the error if some examples have a number that others lack."""
+def _examples(
+    rows: Rows, numbers: range, encode: Encode, batch: Batch, tally: Tally
+) -> Iterator[Example]:
+    """Yield the examples of these rows, one chunk in memory at a time, and count the rows."""
+    for start in range(0, len(numbers), CHUNK):
+        drafts = [rows.draft(n) for n in numbers[start : start + CHUNK]]
+        good = [draft for _, draft in drafts if isinstance(draft, Draft)]
+        encoded = iter(encode([each for draft in good for each in draft.inputs]))
+        for name, draft in drafts:
+            if isinstance(draft, Unfit):
+                tally.note("unreadable", name, str(draft))
+                continue
+            tally.counts["without_loss"] += draft.without_loss
+            sequences = [next(encoded) for _ in draft.inputs]
+            tokens = tuple(s for s in sequences if isinstance(s, Tokens))
+            if len(tokens) < len(sequences):
+                why = next(str(s) for s in sequences if isinstance(s, Unfit))
+                tally.note("unreadable", name, why)
+                continue
+            example = Example(name, tokens, draft.values)
+            yield from fit(example, tally, max_len=batch.max_len, on_overlong=batch.on_overlong)
+
+
+def _refuse_mixed_values(values: np.ndarray[Any, Any], source: str) -> None:
+    """Raise DataError if some examples have a number that others lack."""
     for name, column in zip(VALUES, np.isnan(values).T, strict=True):
         if column.any() and not column.all():
-            return DataError(
+            raise DataError(
                 f"{source}: {int((~column).sum())} of {len(column)} rows have a {name}",
                 hint="data.margin_key=<column> for all rows, or null",
             )
-    return None

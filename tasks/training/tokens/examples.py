@@ -46,7 +46,6 @@ class Examples:
     bounds: NDArray[np.int64]  # (E * R + 1,) offsets at which sequences begin and end
     # numbers of the examples by name, (E,) or (E, R), float32
     values: Mapping[str, NDArray[np.float32]]
-    counted: NDArray[np.int64] | None = None  # (E, R) result of `supervised`, if already known
 
     @classmethod
     def of_texts(
@@ -74,10 +73,8 @@ class Examples:
     @property
     def supervised(self) -> NDArray[np.int64]:
         """Number of tokens of each sequence that bear loss, (E, R)."""
-        if self.counted is not None:
-            return self.counted
-        sums = np.concatenate([[0], np.cumsum(self.bears, dtype=np.int64)])
-        return np.diff(sums[self.bounds]).reshape(len(self), len(self.roles))
+        sums: NDArray[np.int64] = np.add.reduceat(self.bears, self.bounds[:-1], dtype=np.int64)
+        return sums.reshape(len(self), len(self.roles))
 
     def sequence(self, example: int, role: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """Return token ids and loss marks of one sequence, as views of the mapped files."""
@@ -86,29 +83,32 @@ class Examples:
         return self.ids[start:end], self.bears[start:end]
 
 
+def all_but_first(ids: Any) -> Tokens:
+    """Return a sequence of which every token bears loss but the first."""
+    bears: NDArray[np.uint8] = np.ones(len(ids), np.uint8)
+    bears[0] = 0
+    return Tokens(ids, bears)
+
+
 def save_examples(folder: Path, examples: Iterable[Example]) -> None:
     """Write examples as arrays into an existing folder."""
-    ids, bears, lengths, supervised = array("i"), bytearray(), array("q"), array("q")
-    names, values = [], array("f")
+    names, ids, bears, lengths, values = [], array("i"), bytearray(), array("q"), array("f")
     for example in examples:
         names.append(example.name)
         values.extend(example.values.get(name, np.nan) for name in VALUES)
         for sequence in example.sequences:
-            marks = np.asarray(sequence.bears, np.uint8)
             ids.frombytes(np.asarray(sequence.ids, np.int32).tobytes())
-            bears += marks.tobytes()
-            lengths.append(len(marks))
-            supervised.append(int(marks.sum()))
+            bears += np.asarray(sequence.bears, np.uint8).tobytes()
+            lengths.append(len(sequence.ids))
     arrays: dict[str, NDArray[Any]] = {
+        "names": np.array(names, str),
         "ids": np.frombuffer(ids, np.int32),
         "bears": np.frombuffer(bears, np.uint8),
         "lengths": np.frombuffer(lengths, np.int64),
-        "supervised": np.frombuffer(supervised, np.int64),
-        "names": np.array(names, str),
         "values": np.frombuffer(values, np.float32).reshape(-1, len(VALUES)),
     }
-    for name, values_of in arrays.items():
-        np.save(folder / f"{name}.npy", values_of)
+    for name, column in arrays.items():
+        np.save(folder / f"{name}.npy", column)
 
 
 def join_examples(folder: Path, parts: Sequence[Path]) -> None:
@@ -133,5 +133,4 @@ def open_examples(folder: Path, roles: tuple[str, ...]) -> Examples:
         bears=files["bears"],
         bounds=np.concatenate([np.zeros(1, np.int64), np.cumsum(files["lengths"])]),
         values={name: column for name, column in columns.items() if not np.isnan(column).any()},
-        counted=np.array(files["supervised"]).reshape(-1, len(roles)),
     )

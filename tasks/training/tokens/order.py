@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +24,7 @@ HELDOUT_ROW = 8
 """Smallest limit of examples in a row of evaluation examples."""
 
 
-@dataclass(frozen=True)
-class Counts:
+class Totals(NamedTuple):
     """Totals over all ranks and rows of a step, by which losses are divided."""
 
     examples: int  # number of examples
@@ -34,10 +32,9 @@ class Counts:
     tokens: int  # number of all tokens, for the throughput
 
     @classmethod
-    def of(cls, examples: Examples) -> Counts:
-        """Count all examples of a split."""
-        supervised = tuple(int(n) for n in examples.supervised.sum(axis=0))
-        return cls(len(examples), supervised, int(examples.lengths.sum()))
+    def of(cls, supervised: NDArray[np.int64], lengths: NDArray[np.int64]) -> Totals:
+        """Add up examples of these numbers of supervised and of all tokens, (E, R)."""
+        return cls(len(lengths), tuple(supervised.sum(axis=0).tolist()), int(lengths.sum()))
 
 
 class Dealt(NamedTuple):
@@ -47,12 +44,11 @@ class Dealt(NamedTuple):
     counted: bool = True
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One optimizer step of one rank: its rows, and the totals over all ranks."""
 
     rows: tuple[Dealt, ...]
-    counts: Counts
+    totals: Totals
 
 
 class Order:
@@ -62,8 +58,7 @@ class Order:
     """
 
     def __init__(self, examples: Examples, batch: Batch, *, seed: int, world_size: int) -> None:
-        self._lengths = examples.lengths.sum(axis=1)
-        self._supervised = examples.supervised
+        self._lengths, self._supervised = examples.lengths, examples.supervised
         self._size, self._seed, self._world = batch.global_batch_size, seed, world_size
         self._shuffled: tuple[int, NDArray[np.int64]] | None = None
         self._accumulation = batch.accumulation(world_size)
@@ -83,13 +78,11 @@ class Order:
             generator = np.random.default_rng([self._seed, epoch])
             self._shuffled = epoch, generator.permutation(len(self._lengths))
         chosen = self._shuffled[1][before * self._size : (before + 1) * self._size]
-        lengths = self._lengths[chosen]
-        rows = deal(lengths, self._accumulation * self._world)
-        mine = [tuple(int(chosen[i]) for i in row) for row in rows[rank :: self._world]]
+        lengths = self._lengths[chosen].sum(axis=1)
+        dealt = deal(lengths, self._accumulation * self._world)[rank :: self._world]
         spare = Dealt((int(chosen[np.argmin(lengths)]),), counted=False)
-        supervised = tuple(int(n) for n in self._supervised[chosen].sum(axis=0))
-        counts = Counts(len(chosen), supervised, int(lengths.sum()))
-        return Step(tuple(Dealt(row) if row else spare for row in mine), counts)
+        rows = (Dealt(tuple(chosen[row].tolist())) if row else spare for row in dealt)
+        return Step(tuple(rows), Totals.of(self._supervised[chosen], self._lengths[chosen]))
 
 
 def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int]]:
@@ -99,15 +92,13 @@ def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int
     longest row is at most 4/3 of the optimum). Ties go to the row with fewer items, then to the
     first. Returns item numbers of each row; rows by descending sum.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i))
-    heap = [(0, 0, row) for row in range(rows)]
+    heap: list[tuple[int, int, int]] = [(0, 0, row) for row in range(rows)]
     dealt: list[list[int]] = [[] for _ in range(rows)]
-    for item in order:
-        total, count, row = heapq.heappop(heap)
+    for item in sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i)):
+        total, count, row = heap[0]
         dealt[row].append(item)
-        heapq.heappush(heap, (total + int(lengths[item]), count + 1, row))
-    sums = {row: total for total, _, row in heap}
-    return [dealt[row] for row in sorted(range(rows), key=lambda row: (-sums[row], row))]
+        heapq.heapreplace(heap, (total + int(lengths[item]), count + 1, row))
+    return [dealt[row] for _, row in sorted((-total, row) for total, _, row in heap)]
 
 
 def heldout_rounds(examples: Examples, batch: Batch, *, world_size: int, rank: int) -> list[Dealt]:

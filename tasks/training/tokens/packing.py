@@ -6,8 +6,9 @@ a sequence has the same log-probabilities as alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,23 +68,21 @@ class Row:
 
     def to(self, device: torch.device) -> Row:
         """Return the same row on another device."""
-        if self.ids.device == device:
-            return self
-        moved = {
-            field.name: value.to(device)
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
-        }
-        values = {name: value.to(device) for name, value in self.values.items()}
-        buckets = tuple(
-            replace(
-                b,
-                gather=None if b.gather is None else b.gather.to(device),
-                scatter=None if b.scatter is None else b.scatter.to(device),
-            )
-            for b in self.buckets
-        )
-        return replace(self, **moved, values=values, buckets=buckets)
+        moved: Row = _moved(self, device)
+        return moved
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(each, device) for name, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device) for each in value)
+    if isinstance(value, (Row, Bucket)):
+        own = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **_moved(own, device))
+    return value
 
 
 def pack(examples: Examples, chosen: Sequence[int], *, roles: Sequence[int] | None = None) -> Row:
@@ -96,8 +95,9 @@ def pack(examples: Examples, chosen: Sequence[int], *, roles: Sequence[int] | No
     pieces = [examples.sequence(i, role) for i in chosen for role in taken]
     lengths = np.array([len(ids) for ids, _ in pieces])
     order = np.argsort(lengths, kind="stable")
+    bounds = np.concatenate([[0], np.cumsum(lengths[order])])
     starts: NDArray[np.int64] = np.zeros(len(pieces), np.int64)
-    starts[order] = np.concatenate([[0], np.cumsum(lengths[order])[:-1]])
+    starts[order] = bounds[:-1]
     ids = np.concatenate([pieces[i][0] for i in order]).astype(np.int64)
     positions = np.concatenate([np.arange(lengths[i]) for i in order])
     wanted = [starts[i] + np.flatnonzero(bears[1:]) for i, (_, bears) in enumerate(pieces)]
@@ -116,7 +116,7 @@ def pack(examples: Examples, chosen: Sequence[int], *, roles: Sequence[int] | No
         examples=torch.tensor(list(chosen)),
         values=values,
         buckets=tuple(_buckets(lengths[order])),
-        bounds=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int32)),
+        bounds=torch.from_numpy(bounds.astype(np.int32)),
     )
 
 
@@ -133,27 +133,19 @@ def trial_row(examples: Examples) -> Row:
     return pack(Examples.of_texts(pieces), (0, 1))
 
 
-def _buckets(lengths: np.ndarray) -> list[Bucket]:
+def _buckets(lengths: np.ndarray) -> Iterator[Bucket]:
     """Divide sorted sequence lengths into buckets of similar length."""
-    cuts = [0]
-    for i, length in enumerate(lengths):
-        if length > BUCKET_WASTE * lengths[cuts[-1]]:
-            cuts.append(i)
-    pairs = zip(cuts, [*cuts[1:], len(lengths)], strict=True)
-    return [_bucket(lengths[first:end]) for first, end in pairs]
-
-
-def _bucket(run: np.ndarray) -> Bucket:
-    longest, count = int(run[-1]), int(run.sum())
-    if longest * len(run) == count:
-        return Bucket(None, None, longest, count)
-    begins = np.concatenate([[0], np.cumsum(run)[:-1]])[:, None]
-    steps = np.arange(longest)[None]
-    inside = steps < run[:, None]
-    gather = begins + np.where(inside, steps, 0)
-    return Bucket(
-        gather=torch.from_numpy(gather.reshape(-1)),
-        scatter=torch.from_numpy(np.flatnonzero(inside)),
-        length=longest,
-        count=count,
-    )
+    first = 0
+    for end in range(1, len(lengths) + 1):
+        if end < len(lengths) and lengths[end] <= BUCKET_WASTE * lengths[first]:
+            continue
+        run, longest = lengths[first:end], int(lengths[end - 1])
+        first, count = end, int(run.sum())
+        if longest * len(run) == count:
+            yield Bucket(None, None, longest, count)
+            continue
+        begins = np.concatenate([[0], np.cumsum(run)[:-1]])[:, None]
+        steps = np.arange(longest)[None]
+        inside = steps < run[:, None]
+        gather = torch.from_numpy((begins + np.where(inside, steps, 0)).reshape(-1))
+        yield Bucket(gather, torch.from_numpy(np.flatnonzero(inside)), longest, count)

@@ -15,30 +15,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tasks.core.errors import DataError
-from tasks.training.tokens.chat import pieces
-from tasks.training.tokens.examples import Example, Tokens
+from tasks.training.tokens.examples import Example, Tokens, all_but_first
 
 SHOWN = 20
 SPLIT = "split"
 WARNED = 0.01
 """Share of rows truncated, or left out for their length, above which there is a warning."""
-COUNTED = {
-    "kept": "samples used; each piece of a text counts",
-    "truncated": "samples used of which tokens were cut off",
-    "ends_cut": "answers that lost their end",
-    "tokens_cut": "tokens cut off",
-    "in_pieces": "texts cut into pieces",
-    "refused": "samples left out because they are too long",
-    "equal": "pairs left out because both answers have the same tokens",
-    "without_loss": "answers of conversations that train.mask leaves out of the loss",
-}
+COUNTED = (
+    "kept",  # samples used; each piece of a text counts
+    "truncated",  # samples used of which tokens were cut off
+    "ends_cut",  # answers that lost their end
+    "tokens_cut",  # tokens cut off
+    "in_pieces",  # texts cut into pieces
+    "refused",  # samples left out because they are too long
+    "equal",  # pairs left out because both answers have the same tokens
+    "without_loss",  # answers of conversations that train.mask leaves out of the loss
+)
 """Counts of the event "data"."""
 
 
@@ -46,13 +45,12 @@ COUNTED = {
 class Tally:
     """Account of the samples; `+` adds the accounts of several ranks."""
 
-    # those of `COUNTED`; `fatal` samples, which cannot be used and may not be left out; `too_long`,
-    # those of them that are merely too long; `unreadable` ones
+    # those of `COUNTED`, and samples that cannot be used: `too_long` and `unreadable` ones
     counts: Counter[str] = field(default_factory=Counter)
     # tokens of the longest sequence of each sample that is not unreadable, uncut
     lengths: list[int] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # the first samples left out, with reasons
-    wrong: list[str] = field(default_factory=list)  # the first fatal samples, with reasons
+    wrong: list[str] = field(default_factory=list)  # the first that cannot be used, with reasons
 
     def __add__(self, other: Tally) -> Tally:
         """Return the sum of both accounts."""
@@ -63,26 +61,12 @@ class Tally:
             (self.wrong + other.wrong)[:SHOWN],
         )
 
-    @property
-    def read(self) -> int:
-        """Number of all samples."""
-        return len(self.lengths) + self.counts["unreadable"]
-
-    def refuse(self, name: str, why: str) -> None:
-        """Record a sample that cannot be used and may not be left out."""
-        self.counts["fatal"] += 1
-        if len(self.wrong) < SHOWN:
-            self.wrong.append(f"{name}: {why}")
-
-    def unreadable(self, name: str, why: str) -> None:
-        """Record a sample that could not be tokenised."""
-        self.counts["unreadable"] += 1
-        self.refuse(name, why)
-
-    def leave_out(self, name: str, why: str) -> None:
-        """Record a sample that is left out."""
-        if len(self.left_out) < SHOWN:
-            self.left_out.append(f"{name}: {why}")
+    def note(self, count: str, name: str, why: str) -> None:
+        """Count a sample that is not used, under the name of the count."""
+        self.counts[count] += 1
+        lines = self.left_out if count in COUNTED else self.wrong
+        if len(lines) < SHOWN:
+            lines.append(f"{name}: {why}")
 
     def event(self, max_len: int) -> dict[str, Any]:
         """Return the fields of the event "data".
@@ -90,15 +74,16 @@ class Tally:
         `fits_99` and `fits_all` are the limits that would truncate at most 1 % and none of the
         samples; 0 if `max_len` does. `lengths` counts samples in four bins per octave.
         """
+        read = len(self.lengths) + self.counts["unreadable"]
         lengths = np.maximum(np.array(self.lengths, np.int64), 1)
         long: list[int] = []
         if not self.counts["in_pieces"]:
             long = np.sort(lengths[lengths > max_len])[::-1].tolist()
-        spared = math.floor(WARNED * self.read)
+        spared = math.floor(WARNED * read)
         ends = np.floor(2 ** (np.ceil(4 * np.log2(lengths)) / 4)).astype(int)
         bins, amounts = np.unique(ends, return_counts=True)
         return {
-            "read": self.read,
+            "read": read,
             **{name: self.counts[name] for name in COUNTED},
             "fits_99": long[spared] if len(long) > spared else 0,
             "fits_all": long[0] if long else 0,
@@ -107,12 +92,12 @@ class Tally:
         }
 
     def problem(self, source: str) -> DataError | None:
-        """Return the error for fatal samples, or a split without any sample; None if it is fine."""
+        """Return the error for samples that cannot be used, or none that is left; else None."""
         counts, longest = self.counts, max(self.lengths, default=0)
-        if fatal := counts["fatal"]:
+        if fatal := counts["too_long"] + counts["unreadable"]:
             rest = fatal - len(self.wrong)
             hint = "data.chat_template=... or correct the samples"
-            if counts["too_long"] == fatal:
+            if not counts["unreadable"]:
                 hint = f"train.max_len={longest} cuts none; train.on_overlong=refuse drops them"
             return DataError(
                 f"{source}: {fatal} samples cannot be used, first {self.wrong[0]}",
@@ -122,63 +107,54 @@ class Tally:
         if counts["kept"]:
             return None
         return DataError(
-            f"{source}: none of {self.read} samples is left: {counts['refused']} too long, "
+            f"{source}: none of {len(self.lengths)} samples is left: {counts['refused']} too long, "
             f"{counts['equal']} pairs of equal answers",
             details=self.left_out,
             hint=f"train.max_len={longest}, or other data",
         )
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Limit of a sequence's length (`train.max_len`), and `train.on_overlong`."""
+def fit(example: Example, tally: Tally, *, max_len: int, on_overlong: str) -> list[Example]:
+    """Return the example, truncated if necessary, its pieces, or nothing; count it."""
+    name, sequences = example.name, example.sequences
+    longest = max(len(s.ids) for s in sequences)
+    prompt = max(int(np.argmax(s.bears)) for s in sequences)
+    tally.lengths.append(longest)
+    if on_overlong == SPLIT and longest > max_len:
+        cut = [
+            example._replace(name=f"{name}+{number}", sequences=(piece,))
+            for number, piece in enumerate(pieces(sequences[0], max_len))
+        ]
+        tally.counts += Counter(in_pieces=1, kept=len(cut))
+        return cut
+    why = ""
+    if prompt >= max_len:
+        why = f"prompt of {prompt} tokens leaves no room in {max_len}"
+    elif longest > max_len and on_overlong == "refuse":
+        why = f"{longest} tokens, train.max_len is {max_len}"
+    if why:
+        tally.note("refused" if on_overlong == "refuse" else "too_long", name, why)
+        return []
+    over = [max(0, len(s.ids) - max_len) for s in sequences]
+    sequences = tuple(Tokens(s.ids[:max_len], s.bears[:max_len]) for s in sequences)
+    first, *others = (np.asarray(s.ids) for s in sequences)
+    if others and all(np.array_equal(first, ids) for ids in others):
+        after = f" after truncation to {max_len}" if any(over) else ""
+        tally.note("equal", name, f"both answers have the same tokens{after}")
+        return []
+    ends_cut = sum(tokens > 0 for tokens in over)
+    tally.counts += Counter(kept=1, truncated=any(over), ends_cut=ends_cut, tokens_cut=sum(over))
+    return [example._replace(sequences=sequences)]
 
-    max_len: int
-    on_overlong: str
 
-    def examples(self, example: Example, tally: Tally) -> list[Example]:
-        """Return the example, truncated if necessary, its pieces, or nothing; count it."""
-        longest = max(len(s.ids) for s in example.sequences)
-        tally.lengths.append(longest)
-        if self.on_overlong == SPLIT and longest > self.max_len:
-            cut = [
-                example._replace(name=f"{example.name}+{number}", sequences=(piece,))
-                for number, piece in enumerate(pieces(example.sequences[0], self.max_len))
-            ]
-            tally.counts += Counter(in_pieces=1, kept=len(cut))
-            return cut
-        if why := self._too_long(example):
-            if self.on_overlong == "refuse":
-                tally.counts["refused"] += 1
-                tally.leave_out(example.name, why)
-            else:
-                tally.counts["too_long"] += 1
-                tally.refuse(example.name, why)
-            return []
-        over = [max(0, len(s.ids) - self.max_len) for s in example.sequences]
-        sequences = tuple(
-            Tokens(s.ids[: self.max_len], s.bears[: self.max_len]) for s in example.sequences
-        )
-        first, *others = (np.asarray(s.ids) for s in sequences)
-        if others and all(np.array_equal(first, ids) for ids in others):
-            tally.counts["equal"] += 1
-            after = f" after truncation to {self.max_len}" if any(over) else ""
-            tally.leave_out(example.name, f"both answers have the same tokens{after}")
-            return []
-        ends_cut = sum(tokens > 0 for tokens in over)
-        tally.counts += Counter(
-            kept=1, truncated=any(over), ends_cut=ends_cut, tokens_cut=sum(over)
-        )
-        return [example._replace(sequences=sequences)]
+def pieces(tokens: Tokens, max_len: int) -> Iterator[Tokens]:
+    """Cut a text into pieces of at most `max_len` tokens, in order.
 
-    def _too_long(self, example: Example) -> str:
-        for sequence in example.sequences:
-            tokens, prompt = len(sequence.ids), int(np.argmax(sequence.bears))
-            if prompt >= self.max_len:
-                return f"prompt of {prompt} tokens leaves no room in {self.max_len}"
-            if tokens > self.max_len and self.on_overlong == "refuse":
-                return f"{tokens} tokens, train.max_len is {self.max_len}"
-        return ""
+    Pieces overlap by one token: the last one of a piece is the first of the next, where it bears no
+    loss. So every token of a text but its first bears loss exactly once.
+    """
+    for start in range(0, len(tokens.ids) - 1, max_len - 1):
+        yield all_but_first(tokens.ids[start : start + max_len])
 
 
 def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:

@@ -14,7 +14,7 @@ from tasks.training.losses import objective
 from tasks.training.model.families import router_coefficient, why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.passes import Passes
-from tasks.training.tokens.order import Counts
+from tasks.training.tokens.order import Dealt, Totals
 from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.model_class import auto_class
 from tests.training.datasets import alone, make_examples
@@ -225,7 +225,9 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, checkpointed:
     accept_packed_rows(model)
     assert router_coefficient(model.config.to_dict(), None) == 0.7
     passes = Passes(model, SimpleNamespace(device=torch.device("cpu")), objective("sft", {}), 0.7)
-    loss = passes.loss(examples, chosen, counts=Counts.of(examples), baseline=None)
+    loss = passes.loss(
+        examples, Dealt(tuple(chosen)), Totals.of(examples.supervised, examples.lengths)
+    )
     mine = gradients(model, loss.value)
     assert float(loss.measures["router_loss"]) == pytest.approx(expected.aux_loss.item(), rel=1e-6)
     assert loss.value.item() == pytest.approx(expected.loss.item(), rel=1e-6)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.training.tokens.chat import Encoder, Turns, Unfit
+from tasks.training.tokens.chat import Turns, Unfit, encode_conversations
 from tasks.training.tokens.examples import Tokens
 
 Turn = tuple[str, str]
@@ -33,9 +33,8 @@ def turns(*dialogue: Turn, first: int | None = None, everything: bool = False) -
 
 def encode(tokenizer, conversation: Turns, template: str | None = None) -> Tokens | Unfit:
     ends = frozenset({tokenizer.eos_token_id})
-    (encoded,) = Encoder(With(tokenizer, template) if template else tokenizer, ends).encode(
-        [conversation]
-    )
+    renderer = With(tokenizer, template) if template else tokenizer
+    (encoded,) = encode_conversations(renderer, ends, [conversation])
     return encoded
 
 

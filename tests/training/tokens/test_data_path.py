@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import ConfigError, DataError
 from tasks.training.model.build import load_tokenizer
-from tasks.training.tokens.chat import Unfit, encode_texts, pieces
+from tasks.training.tokens.chat import Unfit, encode_texts
 from tasks.training.tokens.data import CONVERSATIONS, LABELLED, PAIRS, load_split
 from tasks.training.tokens.examples import Tokens
+from tasks.training.tokens.truncation import pieces
 from tests.training.conftest import make_tokenizer
 from tests.training.datasets import (
     SingleRank,

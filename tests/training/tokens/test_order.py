@@ -65,5 +65,5 @@ def test_an_epoch_has_every_example_once(count: int, epochs: int, ranks: int) ->
     assert {len(of_rank.rows) for step in steps for of_rank in step} == {3}
     seen = Counter(i for row in rows if row.counted for i in row.chosen)
     assert seen == Counter(dict.fromkeys(range(count), epochs))
-    assert sum(step[0].counts.examples for step in steps) == count * epochs
+    assert sum(step[0].totals.examples for step in steps) == count * epochs
     assert order.epoch_at(order.steps) == epochs

@@ -8,7 +8,7 @@ import pytest
 
 from tasks.core.errors import DataError
 from tasks.training.tokens.examples import Example, Tokens
-from tasks.training.tokens.truncation import Rule, Tally, refuse_truncated, truncation
+from tasks.training.tokens.truncation import Tally, fit, refuse_truncated, truncation
 
 
 def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example:
@@ -28,15 +28,19 @@ def problem(tally: Tally) -> DataError:
 
 
 class TestTruncation:
-    def run(self, rule: Rule, *examples: Example) -> tuple[list[list[int]], Tally]:
+    def run(self, max_len: int, rule: str, *examples: Example) -> tuple[list[list[int]], Tally]:
         tally = Tally()
-        kept = [each for example in examples for each in rule.examples(example, tally)]
+        kept = [
+            each
+            for example in examples
+            for each in fit(example, tally, max_len=max_len, on_overlong=rule)
+        ]
         return [[len(s.ids) for s in each.sequences] for each in kept], tally
 
     def account(self, *lengths: int, rule: str = "truncate") -> dict[str, Any]:
         """Return the counts of samples of these lengths, under a limit of 10."""
         examples = [sample(str(n), length) for n, length in enumerate(lengths)]
-        return self.run(Rule(10, rule), *examples)[1].event(10)
+        return self.run(10, rule, *examples)[1].event(10)
 
     def test_tokens_cut_are_counted_and_sufficient_limits_named(self) -> None:
         few = self.account(*[10] * 98, 30, 400)
@@ -71,8 +75,9 @@ class TestTruncation:
         self.refuse(self.account(9, 9, 12, rule="refuse"), most=0.0)  # by the user's own wish
 
     def test_answers_of_a_pair_are_cut_separately_and_prompts_never(self) -> None:
-        rule = Rule(10, "truncate")
-        cut, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12), sample("r", 10))
+        cut, tally = self.run(
+            10, "truncate", sample("p", 12, 9), sample("q", 14, 12), sample("r", 10)
+        )
         assert cut == [[10, 9], [10, 10], [10]]
         counted = tally.event(10)
         assert (counted["kept"], counted["truncated"], counted["ends_cut"]) == (3, 2, 3)
@@ -82,22 +87,22 @@ class TestTruncation:
         long = sample("p", 12, 12)
         same = long.sequences[0]
         late = Tokens([*same.ids[:-1], 99], same.bears)
-        cut, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
+        cut, tally = self.run(11, "truncate", Example("p", (same, late)), sample("q", 6, 6))
         assert cut == [[6, 6]]
         assert [tally.event(11)[n] for n in ("read", "kept", "equal", "truncated")] == [2, 1, 1, 0]
         assert [line.partition(":")[0] for line in tally.left_out] == ["p"]
-        cut, tally = self.run(Rule(12, "truncate"), Example("p", (same, late)))
+        cut, tally = self.run(12, "truncate", Example("p", (same, late)))
         assert (cut, tally.counts["equal"]) == ([[12, 12]], 0)
-        _, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)))
+        _, tally = self.run(11, "truncate", Example("p", (same, late)))
         assert "1 pairs" in problem(tally).message
 
     def test_prompts_that_fill_the_context(self) -> None:
         long = sample("p", 12, prompt=10)
-        _, tally = self.run(Rule(10, "truncate"), sample("x", 12), long)
+        _, tally = self.run(10, "truncate", sample("x", 12), long)
         assert "first p: prompt of 10 tokens" in problem(tally).message
         assert "train.max_len=12 " in problem(tally).hint
-        cut, tally = self.run(Rule(10, "refuse"), sample("x", 12), long, sample("y", 9))
+        cut, tally = self.run(10, "refuse", sample("x", 12), long, sample("y", 9))
         assert (cut, tally.counts["refused"]) == ([[9]], 2)
         assert [line.partition(":")[0] for line in tally.left_out] == ["x", "p"]
-        _, tally = self.run(Rule(10, "refuse"), long)
+        _, tally = self.run(10, "refuse", long)
         assert "1 too long" in problem(tally).message

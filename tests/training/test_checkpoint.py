@@ -29,71 +29,66 @@ def steps(root: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in checkpoint.complete(root)]
 
 
-def test_the_oldest_go_and_best_and_last_stay(tmp_path: Path) -> None:
-    for number, (keep, most, left) in enumerate((
-        ({2}, 3, [2, 4, 5]),
-        ({2}, 1, [2, 5]),
-        (set(), 0, [1, 2, 3, 4, 5]),  # any number may stay
-    )):  # fmt: skip
-        root = tmp_path / str(number)
-        for step in (1, 2, 3, 4, 5):
-            make(root, step)
-        checkpoint.prune(root, keep=keep, most=most)
-        assert steps(root) == left, (keep, most)
+@pytest.mark.parametrize(
+    ("keep", "most", "left"),
+    [({2}, 3, [2, 4, 5]), ({2}, 1, [2, 5]), (set(), 0, [1, 2, 3, 4, 5])],
+)
+def test_the_oldest_go_and_best_and_last_stay(
+    tmp_path: Path, keep: set[int], most: int, left: list[int]
+) -> None:
+    for step in (1, 2, 3, 4, 5):
+        make(tmp_path, step)
+    checkpoint.prune(tmp_path, keep=keep, most=most)
+    assert steps(tmp_path) == left
 
 
-class TestComplete:
-    def test_an_unfinished_one_does_not_count_and_is_deleted(self, tmp_path: Path) -> None:
-        done = make(tmp_path, 1)
-        checkpoint.work_folder(tmp_path, 2).mkdir()
-        (tmp_path / "step-00000003").mkdir()
-        assert checkpoint.last_good(tmp_path) == done
-        checkpoint.sweep(tmp_path)
-        assert not checkpoint.work_folder(tmp_path, 2).exists()
-
-    def test_written_checkpoints_are_read(self, tmp_path: Path) -> None:
-        progress = Progress(
-            4, [1.5, float("nan")], {"loss": 1.0}, {"loss": 2.0}, [{"step": 2.0}], Best(2, 0.5), 1
-        )
-        opened = checkpoint.open_checkpoint(make(tmp_path, 4, progress=progress))
-        assert str(asdict(opened.progress)) == str(asdict(progress))
-        assert (opened.world_size, opened.identity) == (2, WANTED)
-
-    def test_resuming_an_older_one_deletes_newer_ones(self, tmp_path: Path) -> None:
-        for step in (1, 2, 3):
-            make(tmp_path, step)
-        checkpoint.sweep(tmp_path, after=2)
-        assert steps(tmp_path) == [1, 2]
+def test_an_unfinished_one_does_not_count_and_is_deleted(tmp_path: Path) -> None:
+    progress = Progress(
+        1, [1.5, float("nan")], {"loss": 1.0}, {"loss": 2.0}, [{"step": 2.0}], Best(2, 0.5), 1
+    )
+    done = make(tmp_path, 1, progress=progress)
+    unfinished = checkpoint.work_folder(tmp_path, 2)
+    unfinished.mkdir()
+    (tmp_path / "step-00000003").mkdir()
+    assert checkpoint.last_good(tmp_path) == done
+    opened = checkpoint.open_checkpoint(done)
+    assert str(asdict(opened.progress)) == str(asdict(progress))
+    assert (opened.world_size, opened.identity) == (2, WANTED)
+    make(tmp_path, 4)
+    checkpoint.sweep(tmp_path)
+    assert not unfinished.exists()
+    assert steps(tmp_path) == [1, 4]
+    checkpoint.sweep(tmp_path, after=1)
+    assert steps(tmp_path) == [1]
 
 
-class TestChoose:
-    def test_auto_never_and_a_folder(self, tmp_path: Path) -> None:
-        root, other = tmp_path / "checkpoints" / "mine", tmp_path / "checkpoints" / "other"
-        assert choose("auto", root, WANTED) is None
-        first, last, newest = make(root, 1), make(root, 2), make(other, 3)
-        for how, path in (("auto", last), (str(first), first), (str(other), newest)):
-            chosen = choose(how, root, WANTED)
-            assert chosen is not None
-            assert chosen.path == path
-        assert choose("never", root, WANTED) is None
+def test_auto_never_and_a_folder_choose_a_checkpoint(tmp_path: Path) -> None:
+    root, other = tmp_path / "checkpoints" / "mine", tmp_path / "checkpoints" / "other"
+    assert choose("auto", root, WANTED) is None
+    first, last, newest = make(root, 1), make(root, 2), make(other, 3)
+    for how, path in (("auto", last), (str(first), first), (str(other), newest)):
+        chosen = choose(how, root, WANTED)
+        assert chosen is not None
+        assert chosen.path == path
+    assert choose("never", root, WANTED) is None
 
-    def test_a_folder_that_is_not_ours_is_refused(self, tmp_path: Path) -> None:
-        """DeepSpeed would unpickle it, and its `state.json` can be copied from any run."""
-        root = tmp_path / "checkpoints" / "mine"
-        (root / "empty").mkdir(parents=True)
-        outside = make(tmp_path / "theirs", 1)
-        (root / "link").symlink_to(outside)
-        for path in (root / "gone", root / "empty", outside, root / "link"):
-            with pytest.raises(ConfigError, match=str(path)):
-                choose(str(path), root, WANTED)
 
-    def test_another_run_s_checkpoint_is_refused_and_every_difference_named(
-        self, tmp_path: Path
-    ) -> None:
-        make(tmp_path, 1)
-        with pytest.raises(ConfigError) as caught:
-            choose("auto", tmp_path, {**WANTED, "data": "e", "peft.rank": 8})
-        assert [line.partition(":")[0] for line in caught.value.details] == ["data", "peft.rank"]
+def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed would unpickle it, and its `state.json` can be copied from any run."""
+    root = tmp_path / "checkpoints" / "mine"
+    (root / "empty").mkdir(parents=True)
+    outside = make(tmp_path / "theirs", 1)
+    (root / "link").symlink_to(outside)
+    for path in (root / "gone", root / "empty", outside, root / "link"):
+        with pytest.raises(ConfigError, match=str(path)):
+            choose(str(path), root, WANTED)
+
+
+def test_every_difference_to_another_run_is_named(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    with pytest.raises(ConfigError) as caught:
+        choose("auto", tmp_path, {**WANTED, "data": "e", "peft.rank": 8})
+    assert [line.partition(":")[0] for line in caught.value.details] == ["data", "peft.rank"]
 
 
 @pytest.mark.parametrize(
@@ -119,57 +114,46 @@ def test_another_number_of_ranks_takes_only_states_that_can_be_converted(
         assert converted == [job.resume, job.universal]
 
 
-class TestIdentity:
-    @pytest.fixture
-    def data(self, tmp_path: Path) -> Path:
-        (tmp_path / "train.jsonl").write_text("{}\n")
-        return tmp_path
+def test_the_identity_covers_everything_that_determines_the_result(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
 
-    def test_it_covers_everything_that_determines_the_result(self, data: Path) -> None:
-        def of(settings: Settings, base: str = "b") -> dict[str, Any]:
-            return identity(settings, base_digest=base, data=data)
+    def of(base: str = "b", **changes: Any) -> dict[str, Any]:
+        return identity(Settings(**changes), base_digest=base, data=tmp_path)
 
-        first = of(Settings())
-        free = Settings(
-            launch=Launch(nproc=8),
-            batch=Batch(micro_batch_size=1),
-            evaluate=Evaluate(eval_steps=5),
-            save_steps=7,
-        )
-        assert of(free) == first
-        others = (
-            of(Settings(seed=1)),
-            of(Settings(zero=Zero(3))),
-            of(Settings(loss=Loss(beta=0.1))),
-            of(Settings(batch=Batch(global_batch_size=128))),
-            of(replace(Settings(), dtype="float32")),
-            of(Settings(evaluate=Evaluate(best_metric="accuracy"))),  # 0.9 is no better than 1.3
-            of(Settings(), base="c"),
-        )
-        assert all(other != first for other in others)
-        (data / "train.jsonl").write_text("{ }\n")
-        assert of(Settings()) != first
-        root, tuples = data / "checkpoints", replace(Settings().peft, target_modules=("q_proj",))
-        wanted = of(Settings(peft=tuples))
-        make(root, 1, identity=wanted)
-        assert choose("auto", root, wanted) is not None, "it survives its file"
+    first = of()
+    free = {"launch": Launch(nproc=8), "batch": Batch(1), "evaluate": Evaluate(eval_steps=5)}
+    assert of(**free, save_steps=7) == first
+    others: tuple[dict[str, Any], ...] = (
+        {"seed": 1},
+        {"zero": Zero(3)},
+        {"loss": Loss(beta=0.1)},
+        {"batch": Batch(global_batch_size=128)},
+        {"dtype": "float32"},
+        {"evaluate": Evaluate(best_metric="accuracy")},  # 0.9 is no better than 1.3
+        {"base": "c"},
+    )
+    assert all(of(**changes) != first for changes in others)
+    (tmp_path / "train.jsonl").write_text("{ }\n")
+    assert of() != first
+    wanted = of(peft=replace(Settings().peft, target_modules=("q_proj",)))
+    root = tmp_path / "checkpoints"
+    make(root, 1, identity=wanted)
+    assert choose("auto", root, wanted) is not None, "tuples survive the file"
 
 
-class TestSelection:
-    def test_metrics_that_an_objective_lacks_are_refused(self) -> None:
-        assert [direction("ppo", "reward"), direction("sft", "loss")] == [1, -1]
-        for objective, metric in (("ppo", "loss"), ("sft", "accuracy")):
-            with pytest.raises(ConfigError, match=f"{metric}.*{objective}"):
-                direction(objective, metric)
+def test_metrics_that_an_objective_lacks_are_refused() -> None:
+    assert [direction("ppo", "reward"), direction("sft", "loss")] == [1, -1]
+    for objective, metric in (("ppo", "loss"), ("sft", "accuracy")):
+        with pytest.raises(ConfigError, match=f"{metric}.*{objective}"):
+            direction(objective, metric)
 
-    def test_the_best_is_remembered_and_waiting_ends(self) -> None:
-        progress, how = Progress(), Evaluate(eval_steps=1, early_stop_patience=2)
-        verdicts = []
-        for step, loss in enumerate([3.0, 2.0, 2.0, float("nan"), 1.0], 1):
-            progress.step = step
-            verdicts.append((judge(progress, {"loss": loss}, how, -1), has_stopped(progress, how)))
-        assert verdicts == [
-            (True, False), (True, False), (False, False), (False, True), (True, False)
-        ]  # fmt: skip
-        assert progress.best == Best(5, 1.0)
-        assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]
+
+def test_the_best_is_remembered_and_waiting_ends() -> None:
+    progress, how = Progress(), Evaluate(eval_steps=1, early_stop_patience=2)
+    verdicts = []
+    for step, loss in enumerate([3.0, 2.0, 2.0, float("nan"), 1.0], 1):
+        progress.step = step
+        verdicts.append((judge(progress, {"loss": loss}, how, -1), has_stopped(progress, how)))
+    assert verdicts == [(True, False), (True, False), (False, False), (False, True), (True, False)]
+    assert progress.best == Best(5, 1.0)
+    assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]

@@ -65,12 +65,15 @@ def holds_texts(path: Path) -> bool:
 class Draft(NamedTuple):
     """An example before tokenisation: conversations or raw texts by role, and the row's numbers.
 
-    `without_loss` counts the answers of a conversation that bear no loss.
+    `without_loss` counts the answers of a conversation that bear no loss; `problem` is the reason
+    why a row cannot be used.
     """
 
-    inputs: tuple[Any, ...]
+    name: str
+    inputs: tuple[Any, ...] = ()
     values: Mapping[str, float] = {}
     without_loss: int = 0
+    problem: str = ""
 
 
 class Rows:
@@ -118,42 +121,32 @@ class Rows:
         """Close the file."""
         self._file.close()
 
-    def draft(self, number: int) -> tuple[str, Draft | Unfit]:
-        """Return the id of row `number`, and its draft or the reason why it cannot be used."""
+    def draft(self, number: int) -> Draft:
+        """Return the draft of row `number`."""
         row = self.read(number)
-        name = str(row["id"])
+        name, tools = str(row["id"]), row.get("tools")
         try:
+            if self.texts:
+                return Draft(name, (row["text"],))
             if self._roles == PAIRS:
-                return name, self._pair(row)
+                prompt = row["prompt"]
+                both = [Turns([*prompt, *row[r]], len(prompt), tools=tools) for r in PAIRS]
+                margin = {"margin": float(row["margin"])} if "margin" in row else {}
+                return Draft(name, tuple(both), margin)
+            messages = row["messages"]
             if self._roles == LABELLED:
-                return name, self._labelled(row, number)
-            return name, self._conversation(row)
+                *prompt, answer = messages
+                answers = (answer, self._partner(number, prompt, answer))
+                both = [Turns([*prompt, each], len(prompt), tools=tools) for each in answers]
+                return Draft(name, tuple(both), {"desirable": float(bool(row["desirable"]))})
+            first = len(messages) - 1 if self._mask == "last_answer" else 0
+            turns = Turns(messages, first, self._mask == EVERY_TOKEN, tools)
+            earlier = sum(message["role"] == "assistant" for message in messages[:first])
+            return Draft(name, (turns,), without_loss=earlier)
         except Unfit as unfit:
-            return name, unfit
+            return Draft(name, problem=str(unfit))
         except (KeyError, TypeError, IndexError) as error:
-            return name, Unfit(f"not a row of {_KINDS[self._roles]}: {error!r}")
-
-    def _conversation(self, row: dict[str, Any]) -> Draft:
-        if self.texts:
-            return Draft((row["text"],))
-        messages = row["messages"]
-        first = len(messages) - 1 if self._mask == "last_answer" else 0
-        turns = Turns(messages, first, self._mask == EVERY_TOKEN, row.get("tools"))
-        earlier = sum(message["role"] == "assistant" for message in messages[:first])
-        return Draft((turns,), without_loss=earlier)
-
-    def _pair(self, row: dict[str, Any]) -> Draft:
-        prompt, tools = row["prompt"], row.get("tools")
-        both = tuple(Turns([*prompt, *row[role]], len(prompt), tools=tools) for role in PAIRS)
-        return Draft(both, {"margin": float(row["margin"])} if "margin" in row else {})
-
-    def _labelled(self, row: dict[str, Any], number: int) -> Draft:
-        *prompt, answer = row["messages"]
-        both = ([*prompt, answer], [*prompt, self._partner(number, prompt, answer)])
-        return Draft(
-            tuple(Turns(each, len(prompt), tools=row.get("tools")) for each in both),
-            {"desirable": float(bool(row["desirable"]))},
-        )
+            return Draft(name, problem=f"not a row of {_KINDS[self._roles]}: {error!r}")
 
     def _partner(self, number: int, prompt: list[Message], answer: Message) -> Message:
         """Return the next answer, in a shuffled order, whose prompt and text are both different."""
@@ -250,20 +243,16 @@ def _examples(
     """Yield the examples of these rows, one chunk in memory at a time, and count the rows."""
     for start in range(0, len(numbers), CHUNK):
         drafts = [rows.draft(n) for n in numbers[start : start + CHUNK]]
-        good = [draft for _, draft in drafts if isinstance(draft, Draft)]
-        encoded = iter(encode([each for draft in good for each in draft.inputs]))
-        for name, draft in drafts:
-            if isinstance(draft, Unfit):
-                tally.note("unreadable", name, str(draft))
-                continue
+        encoded = iter(encode([each for draft in drafts for each in draft.inputs]))
+        for draft in drafts:
             tally.counts["without_loss"] += draft.without_loss
             sequences = [next(encoded) for _ in draft.inputs]
             tokens = tuple(s for s in sequences if isinstance(s, Tokens))
-            if len(tokens) < len(sequences):
-                why = next(str(s) for s in sequences if isinstance(s, Unfit))
-                tally.note("unreadable", name, why)
+            problems = [draft.problem, *(str(s) for s in sequences if isinstance(s, Unfit))]
+            if problem := next(filter(None, problems), ""):
+                tally.note("unreadable", draft.name, problem)
                 continue
-            example = Example(name, tokens, draft.values)
+            example = Example(draft.name, tokens, draft.values)
             yield from fit(example, tally, max_len=batch.max_len, on_overlong=batch.on_overlong)
 
 

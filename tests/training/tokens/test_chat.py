@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,28 +15,16 @@ from tasks.training.tokens.examples import Tokens
 Turn = tuple[str, str]
 
 
-class With:
-    """The same tokenizer with another template, as `data.chat_template` gives one."""
-
-    def __init__(self, tokenizer, template: str) -> None:
-        self._tokenizer, self._template = tokenizer, template
-
-    def __call__(self, *args, **kwargs):
-        return self._tokenizer(*args, **kwargs)
-
-    def apply_chat_template(self, messages, **kwargs):
-        return self._tokenizer.apply_chat_template(messages, chat_template=self._template, **kwargs)
-
-
 def turns(*dialogue: Turn, first: int | None = None, everything: bool = False) -> Turns:
     messages = [{"role": role, "content": content} for role, content in dialogue]
     return Turns(messages, len(dialogue) - 1 if first is None else first, everything)
 
 
 def encode(tokenizer, conversation: Turns, template: str | None = None) -> Tokens | Unfit:
-    ends = frozenset({tokenizer.eos_token_id})
-    renderer = With(tokenizer, template) if template else tokenizer
-    (encoded,) = encode_conversations(renderer, ends, [conversation])
+    """Encode with the tokenizer's chat template, or another, as `data.chat_template` gives one."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    (encoded,) = encode_conversations(tokenizer, {tokenizer.eos_token_id}, [conversation])
     return encoded
 
 
@@ -86,15 +76,15 @@ def test_a_template_that_drops_earlier_reasoning(tokenizer) -> None:
 
 
 USER = "{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+EACH = "{% for m in messages %}"
 HIDING = (
     # The generation prompt stands before the conversation.
-    "{% if add_generation_prompt %}A:{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    "<|im_end|>",
+    "{% if add_generation_prompt %}A:{% endif %}"
+    f"{EACH}{{{{ m.content }}}}{{% endfor %}}<|im_end|>",
     # Turns do not end.
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}",
+    f"{EACH}{{{{ m.role }}}}: {{{{ m.content }}}}\n{{% endfor %}}",
     # The assistant's words are left out.
-    "{% for m in messages %}{{ m.role }}" + USER + "<|im_end|>{% endfor %}"
+    f"{EACH}{{{{ m.role }}}}{USER}<|im_end|>{{% endfor %}}"
     "{% if add_generation_prompt %}assistant{% endif %}",
     "{{ raise_exception('no assistants here') }}",
 )
@@ -104,7 +94,7 @@ def test_answers_that_cannot_be_marked_are_refused(tokenizer) -> None:
     """The first token cannot be predicted: counting it would make the mean loss wrong."""
     for template in HIDING:
         assert isinstance(encode(tokenizer, turns(*CHAT[:2]), template), Unfit), template
-    bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    bare = f"{EACH}{{{{ m.content }}}}<|im_end|>{{% endfor %}}"
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), bare)) == ["yo<|im_end|>"]
     assert isinstance(encode(tokenizer, turns(("assistant", "yo")), bare), Unfit)
     assert isinstance(encode(tokenizer, turns(*CHAT[:3])), Unfit), "it ends with a question"
@@ -153,78 +143,59 @@ CONVERSATION = st.tuples(
 )
 
 
-def dialogue_of(system: str | None, exchanges: list[Turn]) -> list[Turn]:
-    start = [] if system is None else [("system", system)]
-    return start + [turn for q, a in exchanges for turn in (("user", q), ("assistant", a))]
-
-
 @settings(max_examples=60)
 @given(conversation=CONVERSATION, first=st.integers(0, 9))
 def test_marks_are_the_answers_and_nothing_else(tokenizer, conversation, first) -> None:
     """Compare with spans joined piece by piece; every byte and every special token is one token."""
-    dialogue = dialogue_of(*conversation)
+    system, exchanges = conversation
+    dialogue = [] if system is None else [("system", system)]
+    dialogue += [turn for q, a in exchanges for turn in (("user", q), ("assistant", a))]
     first = min(first, len(dialogue) - 1)
     pieces: list[tuple[str, int]] = []
     for number, (role, content) in enumerate(dialogue):
         bears = int(role == "assistant" and number >= first)
         pieces += [(f"<|im_start|>{role}\n", 0), (f"{content}<|im_end|>", bears), ("\n", 0)]
-    wanted_ids: list[int] = []
-    wanted: list[int] = []
+    ids, marks = [], []
     for text, bears in pieces[:-1]:  # nothing comes after the last answer's end
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        wanted_ids += ids
-        wanted += [bears] * len(ids)
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        marks += [bears] * (len(ids) - len(marks))
     encoded = encode(tokenizer, turns(*dialogue, first=first))
     assert isinstance(encoded, Tokens)
-    assert list(encoded.ids) == wanted_ids
-    assert list(encoded.bears) == wanted
+    assert (list(encoded.ids), list(encoded.bears)) == (ids, marks)
 
 
-TOOLS = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    "<|im_end|>\n{% endif %}"
-)
-CALLS = (
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} "
-    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
-)
-REASONING = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-RESULTS = "{{ m.content }}"
-
-
-def template(
-    *, tools: str = TOOLS, calls: str = CALLS, reasoning: str = REASONING, results: str = RESULTS
-):
-    """Return a ChatML template of these parts."""
-    answer = f"{reasoning}{{{{ m.content }}}}{calls}"
-    return (
-        f"{tools}{{% for m in messages %}}<|im_start|>{{{{ m.role }}}}\n"
-        f"{{% if m.role == 'tool' %}}{results}{{% else %}}{answer}{{% endif %}}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-
-
+PARTS = {
+    "tools": "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n"
+    "{% endfor %}<|im_end|>\n{% endif %}",
+    "calls": "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}",
+    "reasoning": "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}",
+    "results": "{{ m.content }}",
+}
 SCHEMAS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"at": 1}}}
 MESSAGES = [
     {"role": "user", "content": "rain?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "weather", "arguments": {"at": 1}}}
-        ],
-    },
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "no"},
     {"role": "assistant", "content": "No.", "reasoning_content": "dry"},
 ]
 
 
-def encoded(tokenizer, first: int = 0, **parts: str) -> Tokens | Unfit:
-    return encode(tokenizer, Turns(MESSAGES, first, tools=SCHEMAS), template(**parts))
+def encode_call(tokenizer, without: str = "") -> Tokens | Unfit:
+    """Encode `MESSAGES` with a ChatML template that may lack a part."""
+    parts = {**PARTS, without: ""}
+    template = (
+        f"{parts['tools']}{EACH}<|im_start|>{{{{ m.role }}}}\n{{% if m.role == 'tool' %}}"
+        f"{parts['results']}{{% else %}}{parts['reasoning']}{{{{ m.content }}}}{parts['calls']}"
+        "{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return encode(tokenizer, Turns(MESSAGES, 0, tools=SCHEMAS), template)
 
 
 def test_calls_reasoning_and_answers_bear_loss_and_results_do_not(tokenizer) -> None:
-    tokens = encoded(tokenizer)
+    tokens = encode_call(tokenizer)
     assert marked(tokenizer, tokens) == [
         '<tool_call>weather {"at": 1}</tool_call><|im_end|>',
         "<think>dry</think>No.<|im_end|>",
@@ -244,6 +215,6 @@ def test_calls_reasoning_and_answers_bear_loss_and_results_do_not(tokenizer) -> 
     ],
 )
 def test_a_template_that_leaves_something_out_is_refused(tokenizer, part: str, named: str) -> None:
-    result = encoded(tokenizer, **{part: ""})
+    result = encode_call(tokenizer, part)
     assert isinstance(result, Unfit)
     assert named in str(result)

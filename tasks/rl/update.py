@@ -17,10 +17,9 @@ from tasks.rl.losses import Totals, policy_loss, value_loss
 from tasks.rl.measure import ExperienceScorer
 from tasks.rl.setup import Setup
 from tasks.training.engine import checkpoint
-from tasks.training.loop import MAX_SKIPPED
+from tasks.training.loop import MAX_SKIPPED, accumulate, begin_random, set_lr, take
 from tasks.training.losses import Loss
 from tasks.training.model.packed_model import TokenOutputs
-from tasks.training.steps import accumulate, begin_random, set_lr, take
 from tasks.training.tokens.order import deal
 
 Rows = list[list[int]]

@@ -4,11 +4,11 @@ A row is sequences laid end to end, without padding. The model turns it into log
 its supervised tokens (or scores), a loss into a number that is a part of the whole step's:
 
     examples = load_split(job, "train", ...)                      tokens/data
-    order.step(n, rank)                                           tokens/order: rows of a step
-    row = pack(examples, chosen)                                  tokens/packing
-    logprobs = engine(row=row)                                    model/packed_model
-    objective.loss(ModelOutput(logprobs), row, counts)            losses
-    accumulate(engine, ranks, rows, loss_of); take(engine)        steps, shared with online RL
+    rows, totals = order.step(n, rank)                            tokens/order
+    row = pack(examples, rows[0].chosen)                          tokens/packing
+    output = Output(engine(row=row))                              model/packed_model
+    loss, metrics = objective.loss(output, row, totals)           losses
+    accumulate(engine, ranks, rows, loss_of); take(engine)        loop, shared with online RL
     Saver(engine, job, ranks).save(progress); restore(engine, job)   engine/saving
 
 Who calls them: `entry` starts a rank, `run.train_with` loads and writes (`outputs`), `loop.Trainer`

@@ -13,7 +13,7 @@ from flows.cli.config import compose_config
 from tasks.config.choices import Scheduler
 from tasks.config.learning import Optim, Resume
 from tasks.core.errors import ConfigError
-from tasks.training.steps import schedule
+from tasks.training.loop import schedule
 from tests.settings import Batch, Settings
 
 

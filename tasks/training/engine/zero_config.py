@@ -13,7 +13,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return the DeepSpeed configuration for `world_size` ranks.
 
-    It has no learning-rate schedule: `steps.set_lr` sets the rate before each step. ConfigError if
+    It has no learning-rate schedule: `loop.set_lr` sets the rate before each step. ConfigError if
     the batch or `train.sequence_parallel` does not divide.
     """
     batch, sharing = settings.batch, settings.launch.sequence_parallel

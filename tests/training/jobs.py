@@ -19,7 +19,7 @@ from tests.training.datasets import Row, answer, pair, user, write
 from tests.training.online import Bench, Finished, save_chatty, write_prompts
 from tests.training.places import make_job, run_jobs
 
-ZERO3 = Zero(3, persistence_threshold=0)
+ZERO2, ZERO3 = Zero(2), Zero(3, persistence_threshold=0)
 LORA = Peft("lora", rank=4, alpha=8)
 QLORA = replace(LORA, kind="qlora")
 CUT_AT = 36
@@ -35,60 +35,70 @@ class Wanted:
     data: str = "words"
     resumes: str | None = None
 
+    def but(self, **changes: Any) -> Wanted:
+        """Return the job with changed settings."""
+        return replace(self, settings=replace(self.settings, **changes))
+
 
 SHORT = Settings(
     optim=Optim(lr=5e-3, warmup_ratio=0.1),
     batch=Batch(micro_batch_size=4, global_batch_size=8, max_steps=4, max_len=64),
     peft=LORA,
+    zero=ZERO2,
     save_steps=0,
     probes=8,
 )
-FULL = replace(SHORT, peft=Peft(), batch=replace(SHORT.batch, max_steps=6))
-PATTERNS = replace(
-    LORA,
-    use_rslora=True,
-    rank_pattern={"q_proj": 2, "layers.1.mlp.up_proj": 6},
-    alpha_pattern={"q_proj": 32.0},
-    exclude_modules=("down_proj",),
-    modules_to_save=("embed_tokens",),
-)
-NEW_TOKENS = replace(SHORT, new_tokens=("copy", "<tool>"), zero=Zero(2))
-FP32 = replace(SHORT, dtype="float32", optim=replace(SHORT.optim, weight_decay=0.1))
+ZERO3_LORA = replace(SHORT, zero=ZERO3)
+DORA = {"peft": replace(LORA, use_dora=True)}
+PATTERNS = {
+    "peft": replace(
+        LORA,
+        use_rslora=True,
+        rank_pattern={"q_proj": 2, "layers.1.mlp.up_proj": 6},
+        alpha_pattern={"q_proj": 32.0},
+        exclude_modules=("down_proj",),
+        modules_to_save=("embed_tokens",),
+    )
+}
+FP32 = {"dtype": "float32", "optim": replace(SHORT.optim, weight_decay=0.1)}
 STAGES = {
-    "full_zero3": Wanted(replace(FULL, zero=ZERO3, batch=replace(FULL.batch, max_len=CUT_AT))),
-    "qlora_zero2": Wanted(replace(SHORT, peft=QLORA, zero=Zero(2))),
-    "lora_zero2": Wanted(replace(SHORT, zero=Zero(2))),
-    "checkpointed_zero3": Wanted(
-        replace(
-            SHORT, zero=ZERO3, gradient_checkpointing=True, gradient_checkpointing_reentrant=True
-        )
+    "full_zero3": Wanted(
+        replace(ZERO3_LORA, peft=Peft(), batch=replace(SHORT.batch, max_steps=6, max_len=CUT_AT))
     ),
-    "dora_zero2": Wanted(replace(SHORT, peft=replace(LORA, use_dora=True), zero=Zero(2))),
-    "dora_zero3": Wanted(replace(SHORT, peft=replace(LORA, use_dora=True), zero=ZERO3)),
-    "patterns_zero2": Wanted(replace(SHORT, peft=PATTERNS, zero=Zero(2))),
-    "patterns_zero3": Wanted(replace(SHORT, peft=PATTERNS, zero=ZERO3)),
-    "rows_untied_zero2": Wanted(NEW_TOKENS, "rows_untied"),
-    "fp32_zero2": Wanted(replace(FP32, zero=Zero(2))),
-    "fp32_zero3": Wanted(replace(FP32, zero=ZERO3)),
+    "qlora_zero2": Wanted(replace(SHORT, peft=QLORA)),
+    "lora_zero2": Wanted(SHORT),
+    "checkpointed_zero3": Wanted(
+        replace(ZERO3_LORA, gradient_checkpointing=True, gradient_checkpointing_reentrant=True)
+    ),
+    "dora_zero2": Wanted(replace(SHORT, **DORA)),
+    "dora_zero3": Wanted(replace(ZERO3_LORA, **DORA)),
+    "patterns_zero2": Wanted(replace(SHORT, **PATTERNS)),
+    "patterns_zero3": Wanted(replace(ZERO3_LORA, **PATTERNS)),
+    "rows_untied_zero2": Wanted(replace(SHORT, new_tokens=("copy", "<tool>")), "rows_untied"),
+    "fp32_zero2": Wanted(replace(SHORT, **FP32)),
+    "fp32_zero3": Wanted(replace(ZERO3_LORA, **FP32)),
     "fp32_offload_zero3": Wanted(
-        replace(FP32, zero=replace(ZERO3, offload_param="cpu", offload_optimizer="cpu"))
+        replace(SHORT, **FP32, zero=replace(ZERO3, offload_param="cpu", offload_optimizer="cpu"))
     ),
 }
-REWARD = Settings(
-    objective="reward",
-    optim=Optim(lr=2e-3, warmup_ratio=0.1),
-    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=6, max_len=128),
-    save_steps=0,
-    probes=9,
+REWARD = Wanted(
+    Settings(
+        objective="reward",
+        optim=Optim(lr=2e-3, warmup_ratio=0.1),
+        batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=6, max_len=128),
+        save_steps=0,
+        probes=9,
+    ),
+    data="pairs",
 )
 REWARDS = {
-    "reward_lora_zero3": Wanted(replace(REWARD, peft=LORA, zero=ZERO3), data="pairs"),
-    "reward_qlora_zero2": Wanted(replace(REWARD, peft=QLORA, zero=Zero(2)), data="pairs"),
+    "reward_lora_zero3": REWARD.but(peft=LORA, zero=ZERO3),
+    "reward_qlora_zero2": REWARD.but(peft=QLORA, zero=ZERO2),
 }
 # A rate that rises until nothing is learned any more: the best state is not the last one.
 RISING = Settings(
     peft=replace(LORA, target_modules=("q_proj", "down_proj")),
-    zero=Zero(2),
+    zero=ZERO2,
     optim=Optim(lr=1.0, scheduler="linear", warmup_ratio=1.0),
     batch=Batch(micro_batch_size=8, global_batch_size=16, max_steps=8, max_len=64),
     evaluate=Evaluate(eval_steps=2, keep="best"),
@@ -96,76 +106,65 @@ RISING = Settings(
     max_ckpt_num=1,
     probes=3,
 )
+# A rate that rises linearly to 1e30 leaves bf16 within a step or two.
+ENDLESS = Optim(lr=1e30, scheduler="linear", warmup_ratio=0.9)
 COURSES = {
     "best": Wanted(replace(RISING, evaluate=replace(RISING.evaluate, early_stop_patience=1))),
     "best_zero3": Wanted(replace(RISING, peft=Peft(), zero=ZERO3)),
-    # A rate that rises linearly to 1e30 leaves bf16 within a step or two.
-    "diverges": Wanted(
-        replace(
-            SHORT,
-            optim=Optim(lr=1e30, scheduler="linear", warmup_ratio=0.9),
-            zero=Zero(0),
-            save_steps=1,
-        )
-    ),
+    "diverges": Wanted(replace(SHORT, optim=ENDLESS, zero=Zero(0), save_steps=1)),
 }
 RESUMED = Settings(
     optim=Optim(lr=5e-3, warmup_ratio=0.2),
     # 50 examples and 16 a step: step 4 is smaller, and step 5 begins the second epoch.
     batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=5, max_len=128),
+    zero=ZERO2,
     save_steps=2,
     max_ckpt_num=0,
     probes=3,
 )
 DROPOUT = replace(LORA, dropout=0.1, target_modules=("q_proj", "down_proj"))
-DPO = replace(RESUMED, objective="dpo", peft=DROPOUT, zero=Zero(3))
-HALF = replace(RESUMED, dtype="float16", batch=replace(RESUMED.batch, max_steps=20))
+WITH_DROPOUT = replace(RESUMED, peft=DROPOUT)
 RESUMES = {
-    "lora_3": replace(RESUMED, peft=DROPOUT, zero=Zero(3), gradient_checkpointing=True),
-    "qlora_2": replace(RESUMED, peft=replace(DROPOUT, kind="qlora"), zero=Zero(2)),
-    "fp32_2": replace(RESUMED, peft=replace(DROPOUT, dropout=0.0), zero=Zero(2), dtype="float32"),
-    "8bit_2": replace(
-        RESUMED, peft=DROPOUT, zero=Zero(2), optim=replace(RESUMED.optim, optimizer="adamw_8bit")
-    ),
+    "lora_3": replace(WITH_DROPOUT, zero=Zero(3), gradient_checkpointing=True),
+    "qlora_2": replace(RESUMED, peft=replace(DROPOUT, kind="qlora")),
+    "fp32_2": replace(RESUMED, peft=replace(DROPOUT, dropout=0.0), dtype="float32"),
+    "8bit_2": replace(WITH_DROPOUT, optim=replace(RESUMED.optim, optimizer="adamw_8bit")),
     "full_3": replace(RESUMED, zero=Zero(3), evaluate=Evaluate(eval_steps=2)),
-    "half_2": replace(HALF, zero=Zero(2)),
-    "dpo": replace(DPO, evaluate=Evaluate(eval_steps=2)),
-    "kto": replace(RESUMED, objective="kto", peft=DROPOUT, zero=Zero(2)),
+    "half_2": replace(RESUMED, dtype="float16", batch=replace(RESUMED.batch, max_steps=20)),
+    "dpo": replace(WITH_DROPOUT, objective="dpo", zero=Zero(3), evaluate=Evaluate(eval_steps=2)),
+    "kto": replace(WITH_DROPOUT, objective="kto"),
 }
 DATA_OF = {"sft": "fifty_words", "dpo": "fifty_pairs", "kto": "labelled"}
-PLAIN_SGD = Settings(
-    dtype="float32",
-    # A large epsilon makes AdamW follow the gradient, as SGD does.
-    optim=Optim(lr=0.03, eps=1.0, weight_decay=0.01, scheduler="constant", max_grad_norm=1e9),
-    batch=Batch(4, 8, max_steps=2, max_len=256),
-    launch=Launch(nproc=2, threads=1),
-    zero=Zero(2),
-    save_steps=0,
-    probes=4,
+TEXTS = Wanted(
+    Settings(
+        dtype="float32",
+        # A large epsilon makes AdamW follow the gradient, as SGD does.
+        optim=Optim(lr=0.03, eps=1.0, weight_decay=0.01, scheduler="constant", max_grad_norm=1e9),
+        batch=Batch(4, 8, max_steps=2, max_len=256),
+        launch=Launch(nproc=2, threads=1),
+        mask="every_token",
+        zero=ZERO2,
+        save_steps=0,
+        probes=4,
+    ),
+    data="texts",
 )
-TEXTS = replace(PLAIN_SGD, mask="every_token")
-OF_PAIRS = replace(
-    PLAIN_SGD, batch=replace(PLAIN_SGD.batch, micro_batch_size=2, global_batch_size=4)
+OF_PAIRS = replace(TEXTS, data="pairs").but(
+    mask="every_answer",
+    batch=replace(TEXTS.settings.batch, micro_batch_size=2, global_batch_size=4),
 )
-SHARED_DPO = replace(OF_PAIRS, objective="dpo", peft=LORA)
+SHARED_DPO = OF_PAIRS.but(objective="dpo", peft=LORA)
 SHARED = {
-    "sft": Wanted(TEXTS, data="texts"),
-    "dpo": Wanted(replace(SHARED_DPO, loss=Loss(nll=0.5)), "one_key_head", "pairs"),
-    "experts": Wanted(
-        replace(TEXTS, router_aux_loss_coef=0.5, gradient_checkpointing=True), "experts", "texts"
+    "sft": TEXTS,
+    "dpo": replace(SHARED_DPO.but(loss=Loss(nll=0.5)), base="one_key_head"),
+    "experts": replace(
+        TEXTS.but(router_aux_loss_coef=0.5, gradient_checkpointing=True), base="experts"
     ),
-    "experts_dpo_zero3": Wanted(
-        replace(SHARED_DPO, zero=ZERO3, router_aux_loss_coef=0.5), "experts", "pairs"
+    "experts_dpo_zero3": replace(
+        SHARED_DPO.but(zero=ZERO3, router_aux_loss_coef=0.5), base="experts"
     ),
-    "reward": Wanted(
-        replace(
-            OF_PAIRS,
-            objective="reward",
-            peft=LORA,
-            zero=ZERO3,
-            optim=replace(PLAIN_SGD.optim, lr=0.001),
-        ),
-        data="pairs",
+    "reward": OF_PAIRS.but(
+        objective="reward", peft=LORA, zero=ZERO3, optim=replace(TEXTS.settings.optim, lr=0.001)
     ),
 }
 """Jobs whose losses and gradients do not depend on the ranks that share a row."""
@@ -173,9 +172,7 @@ SHARED = {
 
 def shared(name: str, sharing: int, nproc: int = 2) -> Wanted:
     """Return a job of `SHARED` whose rows are divided over `sharing` ranks."""
-    wanted = SHARED[name]
-    launch = replace(wanted.settings.launch, nproc=nproc, sequence_parallel=sharing)
-    return replace(wanted, settings=replace(wanted.settings, launch=launch))
+    return SHARED[name].but(launch=Launch(nproc=nproc, threads=1, sequence_parallel=sharing))
 
 
 JOBS = {**STAGES, **REWARDS, **COURSES}
@@ -196,8 +193,7 @@ class Trained:
     """Every job by name. The first access to a job trains all of its launch."""
 
     def __init__(self, folder: Path, dataset: Path, tokenizer: Any) -> None:
-        self.folder = folder
-        self._inputs = Inputs(folder, dataset, tokenizer)
+        self.folder, self._words, self._tokenizer = folder, dataset, tokenizer
         self._trained: dict[str, TrainJob] = {}
         self._online: Finished | None = None
         self._broken: dict[str, Exception] = {}
@@ -217,14 +213,13 @@ class Trained:
 
     def bench(self, folder: Path) -> Bench:
         """Return a folder for online runs."""
-        bases = {kind: self._inputs.base(kind) for kind in ("plain", "chatty")}
-        return Bench(folder, bases, self._inputs.data("prompts"))
+        return Bench(folder, {k: self._base(k) for k in ("plain", "chatty")}, self._data("prompts"))
 
     def _launch(self, kind: str) -> None:
         if kind in self._broken:
             raise self._broken[kind]
         default, folder = kind == "default", self.folder / kind
-        jobs = self.jobs(folder, {n: job for n, job in JOBS.items() if (n in DEFAULT) == default})
+        jobs = self._jobs(folder, {n: job for n, job in JOBS.items() if (n in DEFAULT) == default})
         bench, runs = self.bench(folder / "online"), online.DEFAULT if default else {}
         of_runs = [bench.job(name, run) for name, run in runs.items()]
         (folder / "engines").mkdir()
@@ -239,34 +234,24 @@ class Trained:
 
     def train(self, folder: Path, wanted: Mapping[str, Wanted], nproc: int) -> dict[str, TrainJob]:
         """Train jobs in one launch."""
-        jobs = self.jobs(folder, wanted)
+        jobs = self._jobs(folder, wanted)
         run_jobs(folder, list(jobs.values()), nproc)
         return jobs
 
-    def jobs(self, folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, TrainJob]:
-        """Return jobs by name."""
+    def _jobs(self, folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, TrainJob]:
         jobs: dict[str, TrainJob] = {}
         for name, job in wanted.items():
-            before = jobs[job.resumes].checkpoints if job.resumes else None
-            jobs[name] = make_job(
-                folder / name,
-                job.settings,
-                self._inputs.base(job.base),
-                self._inputs.data(job.data),
-                resume=before / "step-00000002" if before else None,
-                max_truncated=0.4,
-            )
+            resume = None
+            if job.resumes:
+                resume = jobs[job.resumes].checkpoints / "step-00000002"
+            inputs = self._base(job.base), self._data(job.data)
+            more = {"resume": resume, "max_truncated": 0.4}
+            jobs[name] = make_job(folder / name, job.settings, *inputs, **more)
         return jobs
 
-
-class Inputs:
-    """Makes each kind of base and of data once."""
-
-    def __init__(self, folder: Path, dataset: Path, tokenizer: Any) -> None:
-        self._folder, self._words, self._tokenizer = folder, dataset, tokenizer
-
-    def base(self, kind: str) -> Path:
-        path, far = self._folder / f"base_{kind}", {"max_position_embeddings": 512}
+    def _base(self, kind: str) -> Path:
+        """Make each kind of base once."""
+        path, far = self.folder / f"base_{kind}", {"max_position_embeddings": 512}
         if path.exists():
             return path
         sizes: dict[str, dict[str, Any]] = {
@@ -280,22 +265,22 @@ class Inputs:
         if kind == "chatty":
             return save_chatty(path)
         save_base(path, self._tokenizer, **sizes[kind])
-        if kind.startswith("rows_"):
+        if kind == "rows_untied":
             from tasks.weights.tokens.add_tokens import grow
 
             grow(path, ["copy", "<tool>"], multiple=8)
         return path
 
-    def data(self, kind: str) -> Path:
-        if kind == "words":
-            return self._words
-        path = self._folder / f"data_{kind}"
-        if not path.exists() and kind == "prompts":
-            path.mkdir()
-            write_prompts(path)
-        elif not path.exists():
-            for split, count in (("train", 50), ("heldout", 10)):
-                write(path, rows_of(kind, count, seed=count), split)
+    def _data(self, kind: str) -> Path:
+        """Make each kind of data once."""
+        path = self._words if kind == "words" else self.folder / f"data_{kind}"
+        if path.exists():
+            return path
+        path.mkdir(parents=True)
+        if kind == "prompts":
+            return write_prompts(path)
+        for split, count in (("train", 50), ("heldout", 10)):
+            write(path, rows_of(kind, count, seed=count), split)
         return path
 
 
@@ -310,13 +295,12 @@ def rows_of(kind: str, count: int, *, seed: int) -> list[Row]:
     rows: list[Row] = []
     for number in range(count):
         right, name = word(), f"s{number}"
-        turns = [user(f"copy {right[:5]}"), answer(right)]
+        row: Row = {"id": name, "messages": [user(f"copy {right[:5]}"), answer(right)]}
         if kind.endswith("pairs"):
-            rows.append(pair(name, "say", right.upper(), right + "a"))
+            row = pair(name, "say", right.upper(), right + "a")
         elif kind == "texts":
-            rows.append({"id": name, "text": right * draw.choice((1, 1, 3))})
+            row = {"id": name, "text": right * draw.choice((1, 1, 3))}
         elif kind == "labelled":
-            rows.append({"id": name, "messages": turns, "desirable": number % 2 == 0})
-        else:
-            rows.append({"id": name, "messages": turns})
+            row["desirable"] = number % 2 == 0
+        rows.append(row)
     return rows

@@ -13,7 +13,7 @@ from tasks.core.errors import TrainingError
 from tasks.training.engine.checkpoint import complete
 from tasks.training.engine.saving import convert
 from tasks.training.job import TrainJob
-from tests.training.jobs import DEFAULT, HALF, RESUMES, Trained
+from tests.training.jobs import DEFAULT, RESUMES, Trained
 from tests.training.places import (
     at_step,
     kill_ranks,
@@ -51,7 +51,7 @@ def test_every_byte_that_is_published_is_equal(trained: Trained, name: str) -> N
 def test_overflowing_float16_steps_are_skipped(trained: Trained) -> None:
     """With the scale of step 2 lost, the resumed run would skip more of them and differ."""
     metrics = results(trained["whole_half_2"])["metrics"]
-    assert metrics["steps"] == HALF.batch.max_steps
+    assert metrics["steps"] == RESUMES["half_2"].batch.max_steps
     assert metrics["heldout_loss_after"] < metrics["heldout_loss_before"]
 
 

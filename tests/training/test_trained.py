@@ -16,7 +16,7 @@ from tasks.drift.fingerprint import EXACT, Fingerprint, ScorePrint, drift, score
 from tasks.training.engine.checkpoint import complete
 from tasks.training.job import Peft, TrainJob
 from tests.settings import Settings
-from tests.training.jobs import CUT_AT, DEFAULT, REWARD, REWARDS, STAGES, Trained
+from tests.training.jobs import CUT_AT, DEFAULT, REWARDS, STAGES, Trained
 from tests.training.places import (
     losses,
     read_json,
@@ -59,6 +59,7 @@ def load_trained(job: TrainJob, auto: Any, **extra: Any) -> Any:
         unknown = {"peft_type", "peft_version", "auto_mapping", "inference_mode"}
         config = LoraConfig(**{k: v for k, v in document.items() if k not in unknown})
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    torch.set_num_threads(1)
     parameters = dict(model.named_parameters())
     for name, tensor in weights(job).items():
         assert parameters[name].shape == tensor.shape
@@ -78,7 +79,6 @@ def test_the_files_are_the_model_that_was_trained(trained: Trained, name: str) -
     assert all(t.any() for n, t in full.items() if "lora_B" in n)
     model = load_trained(job, AutoModelForCausalLM)
     reference = Fingerprint.load(job.out / "fingerprint.fp")
-    torch.set_num_threads(1)
     with torch.no_grad():
         rows = [model(torch.tensor([p])).logits[0, :-1].float() for p in reference.probes]
     logprobs = torch.log_softmax(torch.cat(rows), dim=-1)
@@ -188,22 +188,18 @@ def test_a_reward_models_head_is_trained_in_full_and_saved(
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
     assert config["id2label"] == {"0": "LABEL_0"}  # two labels is transformers' default
     assert config["pad_token_id"] == tokenizer.pad_token_id
-    adapted, hidden = job.settings.peft.kind != "none", config["hidden_size"]
-    key = "base_model.model.score.modules_to_save.default.weight" if adapted else "score.weight"
-    draw = torch.Generator().manual_seed(REWARD.seed)
+    key, hidden = "base_model.model.score.modules_to_save.default.weight", config["hidden_size"]
+    draw = torch.Generator().manual_seed(job.settings.seed)
     drawn = torch.randn(1, hidden, generator=draw) / math.sqrt(hidden + 1)
     assert torch.equal(start[key], drawn.bfloat16())
     assert (full[key] != start[key]).float().mean() > 0.9
     assert [name for name in full if "score" in name and "lora" in name] == []
-    if adapted:
-        adapter = read_json(job.out / "adapter_config.json")
-        assert (adapter["task_type"], "score" in adapter["modules_to_save"]) == ("SEQ_CLS", True)
-        assert all(tensor.any() for name, tensor in full.items() if "lora" in name)
+    adapter = read_json(job.out / "adapter_config.json")
+    assert (adapter["task_type"], "score" in adapter["modules_to_save"]) == ("SEQ_CLS", True)
+    assert all(tensor.any() for name, tensor in full.items() if "lora" in name)
 
-    (path,) = [p for p in job.out.iterdir() if p.name == results(job)["print"]]
-    reference = ScorePrint.load(path)
+    reference = ScorePrint.load(job.out / results(job)["print"])
     model = load_trained(job, AutoModelForSequenceClassification, num_labels=1, pad_token_id=None)
-    torch.set_num_threads(1)
     with torch.no_grad():
         scores = [float(model(torch.tensor([p])).logits[0, 0]) for p in reference.probes]
     apart = score_drift(reference, replace(reference, scores=tuple(scores), engine="test"))

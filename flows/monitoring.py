@@ -8,7 +8,6 @@ lock is held; else it was lost: it ended without a word. Times are seconds since
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import logging
@@ -16,8 +15,8 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -36,30 +35,43 @@ BEAT_S = 5.0
 
 @dataclass
 class StageState:
-    """Progress of one stage.
-
-    `seconds` is None while it runs, and if the run was lost in it; `step` without steps. `numbers`
-    are those of the last step, such as `loss`.
-    """
+    """Progress of one stage; `seconds` is None while it runs, and if the run was lost in it."""
 
     name: str
     started: float
     seconds: float | None = None
     reused: bool = False
     failed: bool = False
-    step: int | None = None
+    step: int | None = None  # None without steps
     steps: int | None = None
-    step_at: float | None = None
-    seconds_per_step: float | None = None
-    numbers: dict[str, float] = field(default_factory=dict)
+    first: tuple[int, float] | None = None  # step and time of its first event
+    latest: float | None = None  # time of the last one
+    numbers: dict[str, float] = field(default_factory=dict)  # of the last step, such as `loss`
 
     @property
     def seconds_left(self) -> float | None:
         """Estimate of the time to its last step; None if it is not known."""
-        if self.seconds is not None or not (self.step_at and self.steps and self.seconds_per_step):
+        if not (self.seconds is None and self.first and self.step and self.steps and self.latest):
             return None
-        left = (self.steps - (self.step or 0)) * self.seconds_per_step
-        return max(0.0, left - (time.time() - self.step_at))
+        taken, since = self.step - self.first[0], self.latest - self.first[1]
+        each = since / taken if taken else self.numbers.get("step_s", 0.0)
+        left = (self.steps - self.step) * each - (time.time() - self.latest)
+        return max(0.0, left) if each else None
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Note an event of a child process (`tasks/core/events.py`)."""
+        if event["event"] == "plan":
+            self.steps, self.step = int(event["steps"]), int(event.get("taken", 0))
+        elif event["event"] in ("step", "progress"):
+            self.step, self.latest = int(event["step"]), time.time()
+            self.steps = int(event.get("total", self.steps or 0)) or None
+            self.first = self.first or (self.step, self.latest)
+            self.numbers = {
+                name: float(value)
+                for name, value in event.items()
+                if name not in ("step", "total") and isinstance(value, int | float)
+                if isfinite(value)
+            }
 
 
 class RunRecord:
@@ -71,16 +83,14 @@ class RunRecord:
 
     def __init__(self, folder: Path, flow: str, exp: str | None, call: Call) -> None:
         self._folder, self._call = folder, call
-        self._about = {
-            "run": folder.name,
+        self._about: dict[str, Any] = {
             "flow": flow,
-            "exp": exp,
+            "exp": exp or "",
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": time.time(),
         }
         self._stages: list[StageState] = []
-        self._first: tuple[int, float] | None = None
         self._written = 0.0
         self._lock: int | None = None
         self._warned = False
@@ -107,51 +117,33 @@ class RunRecord:
             state.reused = result.reused
         return result
 
-    @contextlib.contextmanager
+    @contextmanager
     def stage(self, name: str) -> Iterator[StageState]:
         """Record a stage that runs within the block."""
         state = StageState(name, time.time())
-        self._first = None
         self._stages.append(state)
         self._write()
         try:
             yield state
-        except BaseException as error:
-            state.failed = isinstance(error, Exception)
+        except Exception:
+            state.failed = True
             raise
         finally:
             state.seconds = round(time.time() - state.started, 2)
             self._write()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Note an event of a child process (`tasks/core/events.py`); steps go into `STEPS`."""
+        """Note an event of the stage that runs; steps go into `STEPS`."""
         if not self._stages:
             return
-        state, kind = self._stages[-1], event["event"]
         with self._no_error():
-            if kind == "plan":
-                state.steps, state.step = int(event["steps"]), int(event.get("taken", 0))
-            elif kind in ("step", "progress"):
-                self._note_step(state, event)
-            if kind in ("step", "eval"):
+            self._stages[-1].note(event)
+            if event["event"] in ("step", "eval"):
+                line = json.dumps({**event, "stage": self._stages[-1].name})
                 with (self._folder / STEPS).open("a") as file:
-                    file.write(json.dumps({**event, "stage": state.name}) + "\n")
+                    file.write(f"{line}\n")
         if time.time() - self._written > BEAT_S:
             self._write()
-
-    def _note_step(self, state: StageState, event: Mapping[str, Any]) -> None:
-        now = time.time()
-        state.step, state.step_at = int(event["step"]), now
-        state.steps = int(event.get("total", state.steps or 0)) or None
-        first, began = self._first = self._first or (state.step, now)
-        state.seconds_per_step = event.get("step_s")
-        if state.step > first:
-            state.seconds_per_step = (now - began) / (state.step - first)
-        state.numbers = {
-            name: float(value)
-            for name, value in event.items()
-            if name not in ("step", "total") and isinstance(value, int | float) and isfinite(value)
-        }
 
     def _write(self) -> None:
         self._written = time.time()
@@ -162,7 +154,7 @@ class RunRecord:
             fresh.write_text(json.dumps(document) + "\n")
             fresh.replace(self._folder / PROGRESS)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _no_error(self) -> Iterator[None]:
         try:
             yield
@@ -207,26 +199,21 @@ def history(runs: Path) -> list[RunState]:
 
 def _state_of(folder: Path) -> RunState:
     """Return the state of one run, given its folder in `<paths.runs>/reports`."""
-    locked = _is_locked(folder)  # first: a run that ends meanwhile has a summary by now
+    is_locked = _is_locked(folder)  # first: a run that ends meanwhile has a summary by now
     record, summary = _read(folder / PROGRESS), _read(folder / "summary.json")
-    state = summary.get("status") or ("running" if locked else "lost")
-    started, host = record.get("started"), record.get("host", "")
-    if started is None:
-        with contextlib.suppress(ValueError):  # a folder with another name
-            started = datetime.strptime(folder.name[:15], "%Y%m%d-%H%M%S").timestamp()
-    seconds = summary.get("seconds")
-    if seconds is None and started is not None:
-        until = time.time() if state == "running" else record.get("written", started)
-        seconds = max(0.0, until - started)
+    state = summary.get("status") or ("running" if is_locked else "lost")
     message = summary.get("error") or summary.get("unregistered") or ""
+    started, host, seconds = record.get("started"), record.get("host", ""), summary.get("seconds")
+    if seconds is None and started is not None:
+        seconds = (time.time() if state == "running" else record["written"]) - started
     if state == "lost":
         where = f", or its lock on {host} is not seen here" if host != socket.gethostname() else ""
         message = f"ended without a word{where}"
     return RunState(
         run=folder.name,
         state=state,
-        flow=record.get("flow") or summary.get("flow") or "",
-        exp=record.get("exp") or summary.get("exp") or "",
+        flow=record.get("flow", ""),
+        exp=record.get("exp", ""),
         host=host,
         pid=record.get("pid"),
         started=started,
@@ -239,7 +226,7 @@ def _state_of(folder: Path) -> RunState:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return a JSON object; empty if there is none yet."""
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return document
     return {}

@@ -1,8 +1,8 @@
 """Prefect flows of audits and verifications: for schedules, and for `prefect=true`.
 
 The flow `audit` records the findings of one folder, `audit_registry` one row for each registered
-model in use, `verify` the checks of a running server. Prefect gets a table (an artifact of the flow
-run), MLflow a run with numbers, tags and the report's files.
+model in use, `verify` the checks of a running server. Each calls the function of the command.
+Prefect gets an artifact of the flow run, MLflow a run with numbers, tags and the report's files.
 
 Arguments of each flow are `overrides`, the words of the command, e.g. `["source=/ckpt"]`, and
 `tag`, free text that tells runs apart in lists. Results are the documents of `out=FILE.json`.
@@ -10,7 +10,6 @@ Arguments of each flow are `overrides`, the words of the command, e.g. `["source
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,14 +28,9 @@ from flows.orchestration.flow_run import provenance, tracker_of
 from flows.orchestration.prefect_tasks import in_deployment
 from flows.verify import show, verified
 from tasks.audit.check import Severity
-from tasks.core.errors import (
-    ArtifactError,
-    DriftError,
-    PlumblineError,
-    first_and_more,
-)
+from tasks.core.errors import ArtifactError, DriftError, PlumblineError, first_and_more
 from tasks.core.redaction import redact
-from tasks.core.terminal import plain
+from tasks.core.terminal import json_text, plain
 from tasks.pipeline.artifact import open_artifact
 from tasks.pipeline.artifact import verify as damages
 from tasks.tracking.mlflow_registry import Version
@@ -66,60 +60,33 @@ def verify(overrides: list[str] | None = None, tag: str = "manual") -> dict[str,
 def record_audit(composed: Composed) -> dict[str, Any]:
     """Audit a folder, and record the report in Prefect and MLflow."""
     report = examine(composed.settings)
-    markdown = redact(report.markdown())
-    create_markdown_artifact(markdown, key="audit-findings", description=report.counts)
     severities = Counter(finding.severity for finding in report.findings)
     codes = Counter(finding.code for finding in report.findings)
-    _track(
-        composed,
-        f"audit {Path(report.source).name}",
-        {"audit.kind": report.kind, "audit.ok": str(report.ok).lower()},
-        {
-            **{f"audit/{severity.value}s": float(severities[severity]) for severity in Severity},
-            **{f"finding/{code}": float(count) for code, count in codes.items()},
-            "audit/seconds": report.seconds,
-        },
-        {"report.json": _json(report.as_json()), "report.txt": report.text() + "\n"},
-        report.markdown(),
-    )
+    numbers = {f"audit/{severity.value}s": float(severities[severity]) for severity in Severity}
+    numbers |= {f"finding/{code}": float(count) for code, count in codes.items()}
+    tags = {"audit.kind": report.kind, "audit.ok": str(report.ok).lower()}
+    _record(composed, "audit-findings", report, report.counts, tags, numbers)
     return report.as_json()
 
 
 def record_verify(composed: Composed) -> dict[str, Any]:
     """Verify a running server, and record the report in Prefect and MLflow."""
     report = verified(composed.settings)
-    create_markdown_artifact(
-        redact(report.markdown()), key="verify-checks", description=redact(report.line)
-    )
-    verdicts = [check.verdict for check in report.checks]
-    measured = {
+    verdicts = Counter[str](check.verdict for check in report.checks)
+    numbers = {
         f"check/{check.code}/{name}": float(value)
         for check in report.checks
         for name, value in check.measured.items()
         if not isinstance(value, str)
     }
-    _track(
-        composed,
-        f"verify {Path(report.source).name}",
-        {
-            "verify.verdict": report.outcome,
-            "verify.model": report.model,
-            "verify.causes": ", ".join(cause.code for cause in report.causes),
-        },
-        {
-            "verify/ok": float(verdicts.count("ok")),
-            "verify/faults": float(verdicts.count("fault")),
-            "verify/unknown": float(verdicts.count("unknown")),
-            "verify/seconds": report.seconds,
-            **measured,
-        },
-        {
-            "report.json": _json(report.as_json()),
-            "report.xml": report.junit(),
-            "report.txt": report.text() + "\n",
-        },
-        report.markdown(),
-    )
+    for name, verdict in (("ok", "ok"), ("faults", "fault"), ("unknown", "unknown")):
+        numbers[f"verify/{name}"] = float(verdicts[verdict])
+    tags = {
+        "verify.verdict": report.outcome,
+        "verify.model": report.model,
+        "verify.causes": ", ".join(cause.code for cause in report.causes),
+    }
+    _record(composed, "verify-checks", report, report.line, tags, numbers)
     show(report, composed.settings["out"])
     if in_deployment():
         get_run_logger().info("%s", report.text())
@@ -131,23 +98,23 @@ def record_verify(composed: Composed) -> dict[str, Any]:
     raise kind(report.line, details=details)
 
 
-def _track(
+def _record(
     composed: Composed,
-    title: str,
+    key: str,
+    report: Any,
+    line: str,
     tags: Mapping[str, str],
     numbers: Mapping[str, float],
-    files: Mapping[str, str],
-    markdown: str,
 ) -> None:
-    """Record a report in MLflow."""
+    """Record a report of an audit or a verification: an artifact in Prefect, a run in MLflow."""
+    command, markdown = key.partition("-")[0], report.markdown()
+    create_markdown_artifact(redact(markdown), key=key, description=redact(line))
+    files = {"report.json": json_text(report.as_json()) + "\n", "report.txt": report.text() + "\n"}
+    numbers = {**numbers, f"{command}/seconds": report.seconds}
     tags = {"prefect.flow_run_id": str(flow_run.id), **tags, **provenance()}
-    tracker = tracker_of(composed)
+    tracker, title = tracker_of(composed), f"{command} {Path(report.source).name}"
     with tracker.flow(title, composed.recorded, composed.text, tags):
         tracker.log_parent(numbers, files, markdown)
-
-
-def _json(document: Any) -> str:
-    return json.dumps(document, indent=1) + "\n"
 
 
 def _audit_registry(overrides: list[str]) -> dict[str, Any]:
@@ -160,7 +127,6 @@ def _audit_registry(overrides: list[str]) -> dict[str, Any]:
         get_run_logger().info("%s", "  ".join(map(str, rows[-1].values())))
     counts = f"{len(rows)} of {len(registered)} registered versions audited"
     create_table_artifact(rows, key=KEY, description=counts)
-    get_run_logger().info("%s", counts)
     if bad := [f"{row['version']}: {row['problem']}" for row in rows if row["errors"]]:
         raise ArtifactError(
             f"registered models are damaged: {first_and_more(bad)}",
@@ -182,22 +148,22 @@ def _in_use(versions: Sequence[Version]) -> Iterator[Version]:
 
 def _row(version: Version, composed: Composed) -> dict[str, Any]:
     """Verify and audit one version. Returns its row of the table."""
-    folder = Path(version.path)
-    row = {"version": version.name, "aliases": ", ".join(version.aliases), "folder": str(folder)}
+    problems, warnings = list[str](), 0
     try:
-        artifact = open_artifact(folder, "served")
-        problems = damages(artifact)
+        artifact = open_artifact(Path(version.path), "served")
+        problems += damages(artifact)
         if artifact.digest != version.digest:
             problems.append(f"digest {artifact.digest[:12]} instead of {version.digest[:12]}")
-        report = examine({**composed.settings, "source": str(folder)})
+        report = examine({**composed.settings, "source": version.path})
+        problems += [f"{each.code} {each.where}: {each.found}" for each in report.errors]
+        warnings = [each.severity for each in report.findings].count(Severity.WARNING)
     except PlumblineError as error:
-        problem = "; ".join([error.message, *error.details[:1]])
-        return {**row, "errors": 1, "warnings": 0, "problem": plain(problem)}
-    problems += [f"{each.code} {each.where}: {each.found}" for each in report.errors]
-    severities = [finding.severity for finding in report.findings]
+        problems = ["; ".join([error.message, *error.details[:1]])]
     return {
-        **row,
+        "version": version.name,
+        "aliases": ", ".join(version.aliases),
+        "folder": version.path,
         "errors": len(problems),
-        "warnings": severities.count(Severity.WARNING),
+        "warnings": warnings,
         "problem": plain(first_and_more(problems)) if problems else "",
     }

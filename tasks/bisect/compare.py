@@ -45,9 +45,9 @@ class Compared:
     exact: bool  # all outputs are equal bit for bit
 
     @property
-    def roundings(self) -> list[str]:
+    def roundings(self) -> set[str]:
         """Formats that explain differences of weights."""
-        return sorted({gap.rounding for gaps in self.gaps.values() for gap in gaps} - {""})
+        return {gap.rounding for gaps in self.gaps.values() for gap in gaps} - {""}
 
 
 class Pair:
@@ -110,13 +110,13 @@ class Pair:
         nudge = max(torch.finfo(model.dtype).eps for model in (self.a, self.b))
         for number, probe in enumerate(probes):
             in_a, in_b = (
-                torch.tensor([list(probe)], device=input_device(m)) for m in (self.a, self.b)
+                torch.tensor([[*probe]], device=input_device(m)) for m in (self.a, self.b)
             )
             own = record(self.a, self.in_a, in_a)
             self._called = list(dict.fromkeys([*self._called, *own]))
             if recordings is None:
                 shared = {name: calls for name, calls in own.items() if name in self.in_b}
-                here = {name: self.in_b[name] for name in self.in_b if name in self.in_a}
+                here = {name: m for name, m in self.in_b.items() if name in self.in_a}
                 replay(self.b, here, in_b, shared, self._distances)
             else:
                 there = {name: m for name, m in self.in_a.items() if name in recordings[number]}
@@ -129,12 +129,12 @@ class Pair:
     def _divergences(self, name: str, gaps: Sequence[TensorGap]) -> Iterator[Divergence]:
         """Yield what is beyond noise: the code before a module; its weights, or its output."""
         if self._is_beyond(name, "input"):
-            yield self._divergence(name, "input", "input")
+            yield self._divergence(name, "input")
         different = [gap for gap in gaps if gap.different]
         if different:
-            yield self._divergence(name, "weights", "output", different)
+            yield self._divergence(name, "weights", different)
         elif self._is_beyond(name, "output", max([0.0, *(gap.relative for gap in gaps)])):
-            yield self._divergence(name, "output", "output")
+            yield self._divergence(name, "output")
 
     def _is_beyond(self, name: str, part: Part, explained: float = 0.0) -> bool:
         """Return True if a distance is beyond noise, and beyond what rounded weights explain."""
@@ -160,9 +160,8 @@ class Pair:
             return {}
         return {key: median(values) for key, values in listed.items() if len(values) > 2}
 
-    def _divergence(
-        self, name: str, where: str, part: Part, gaps: Sequence[TensorGap] = ()
-    ) -> Divergence:
+    def _divergence(self, name: str, where: str, gaps: Sequence[TensorGap] = ()) -> Divergence:
+        part: Part = "input" if where == "input" else "output"
         here = self._distances.get((name, part), Distance())
         noise = self._noise.get((name, part), Distance()).mean
         cause = "; ".join(sorted(here.strange))
@@ -175,20 +174,19 @@ class Pair:
         a, b = weights_of(self.in_a[row.module]), weights_of(self.in_b[row.module])
         gap = row.tensors[0]
         key = gap.name.removeprefix(f"{row.module}.")
-        others = self._others(row.module, key, gap.shape)
-        cause, hint = cause_of(gap, a.get(key), b.get(key), others)
+        cause, hint = cause_of(gap, a.get(key), b.get(key), self._others(gap))
         return replace(row, cause=cause, hint=hint)
 
-    def _others(self, module: str, key: str, shape: tuple[int, ...]) -> Weights:
+    def _others(self, gap: TensorGap) -> Weights:
         """Return a's other tensors of the same shape, for a look at mixed-up names."""
         listed: Weights = {}
-        room = OTHERS if len(shape) > 1 else 0  # vectors of norms are too much alike
+        room = OTHERS if len(gap.shape) > 1 else 0  # vectors of norms are too much alike
         for name, place in self.in_a.items():
-            for own, tensor in place.named_parameters(recurse=False):
-                same = tensor.shape == shape and (name, own) != (module, key)
+            for own, tensor in place.named_parameters(name, recurse=False):
+                same = tensor.shape == gap.shape and own != gap.name
                 room -= tensor.numel() if same else 0
                 if room > 0 and same:
-                    listed[f"{name}.{own}"] = tensor.detach()
+                    listed[own] = tensor.detach()
         return listed
 
 

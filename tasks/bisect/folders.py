@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +39,17 @@ def _compared(a: ModelRef, b: ModelRef, options: Options, calls: Path | None) ->
     from tasks.bisect.tensors import config_changes
 
     configs = [_config(side) for side in (a, b)]
-    _require_same_sizes(*configs)
+    sizes_a, sizes_b = (config.get("text_config") or config for config in configs)
+    both = [key for key in SIZES if key in sizes_a and key in sizes_b]
+    if other := [
+        f"{key} {sizes_a[key]} and {sizes_b[key]}" for key in both if sizes_a[key] != sizes_b[key]
+    ]:
+        raise ConfigError(f"other sizes: {', '.join(other)}")
     probes = probes_of(a, b, options)
     a, b = (replace(side, float32=False) for side in (a, b))  # as they are on disk
     first = load(a, as_stored=not (a.weighted or a.adapter))
     second = first if a == b else load(b, as_stored=not (b.weighted or b.adapter))
-    quantised = any(c.get("quantization_config") for c in configs)
+    quantised = any(config.get("quantization_config") for config in configs)
     pair = Pair(first, second, quantised or any(side.quantization for side in (a, b)))
     if len(pair.missing) > 0.1 * len(pair.in_a):
         raise ConfigError(
@@ -79,7 +83,7 @@ def _verdict(
     compared: Compared, engine: str, is_beyond: bool, config: list[str]
 ) -> tuple[str, str]:
     """Return the verdict and its reason; `is_beyond` says that the whole model has drifted."""
-    rows, formats = compared.divergences, ", ".join(compared.roundings)
+    rows, formats = compared.divergences, compared.roundings
     keys = ", ".join(line.partition(":")[0] for line in config[:4])
     # Swapped, transposed, zero or NaN is a fault even if an untrained model hardly moves.
     at_fault = any(
@@ -91,15 +95,16 @@ def _verdict(
         reason = f"{rows[0].module} is {count}"
         if not weights and config:
             reason += f"; the weights are equal, and config.json differs in {keys}"
-        elif weights > 0.8 * sum(map(bool, compared.gaps.values())) and weights > 3:
+        elif weights > max(3, 0.8 * sum(map(bool, compared.gaps.values()))):
             reason += "; nearly all weights differ: another checkpoint, or full training"
         return "differs", reason
     if rows:
         listed = ", ".join(row.module for row in rows[:3])
         return "below", f"differs beyond rounding, but below the gate: {listed}"
     if formats:
-        is_cast = set(compared.roundings) <= {"bfloat16", "float16"}
-        return "noise" if is_cast else "rounding", f"one side is rounded to {formats}"
+        is_cast = formats <= {"bfloat16", "float16"}
+        text = f"one side is rounded to {', '.join(sorted(formats))}"
+        return "noise" if is_cast else "rounding", text
     if compared.exact:
         return "same", f"config.json differs in {keys}, without effect" if config else ""
     return "noise", ""
@@ -110,29 +115,15 @@ def _with_config(row: Divergence, config: list[str]) -> Divergence:
     if row.where == "weights" or not config:
         return row
     hint = "give b's config.json the values of a, or load both with the same ones"
-    causes = [*([row.cause] if row.cause else []), "config.json: " + "; ".join(config[:4])]
-    return replace(row, cause="; ".join(causes), hint=hint)
+    cause = "; ".join(filter(None, [row.cause, "config.json: " + "; ".join(config[:4])]))
+    return replace(row, cause=cause, hint=hint)
 
 
 def _config(side: ModelRef) -> dict[str, Any]:
-    if not (side.path / "config.json").is_file():
-        raise ConfigError(f"{side.path}: no config.json in it", hint="name a Hugging Face folder")
     config = read_json(side.path / "config.json")
     if str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
         raise ConfigError(f"{side.path}: a reward model; language models are bisected")
     return config
-
-
-def _require_same_sizes(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
-    """Refuse models whose sizes differ, before they are loaded."""
-    a, b = (dict(config.get("text_config") or config) for config in (a, b))
-    differing = [
-        f"{key} {a[key]} and {b[key]}"
-        for key in ("model_type", *SIZES)
-        if key in a and key in b and a[key] != b[key]
-    ]
-    if any(not line.startswith("model_type") for line in differing):
-        raise ConfigError(f"other sizes: {', '.join(differing)}")
 
 
 def probes_of(a: ModelRef, b: ModelRef, options: Options) -> list[list[int]]:
@@ -145,10 +136,7 @@ def probes_of(a: ModelRef, b: ModelRef, options: Options) -> list[list[int]]:
     folder = next((f for f in folders if (f / "tokenizer_config.json").is_file()), None)
     if folder is None:
         raise ConfigError("no tokenizer in a and none in b: there is nothing to measure on")
-    probes = [ids for ids in encode_texts(folder, options.texts, options.limit) if len(ids) > 1]
-    if not probes:
-        raise ConfigError("no text has two tokens: nothing to measure on")
-    return probes
+    return [ids for ids in encode_texts(folder, options.texts, options.limit) if len(ids) > 1]
 
 
 def _drift(a: Any, b: Any, probes: list[list[int]], recordings: list[Any] | None) -> Drift:

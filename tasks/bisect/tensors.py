@@ -117,27 +117,30 @@ def _float8(values: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
 
 def _format(a: torch.Tensor, b: torch.Tensor) -> str:
     """Return the format whose rounding explains the differences of two tensors; "" if none does."""
-    rows_a, rows_b = _matrix(a), _matrix(b)
-    at = torch.linspace(0, len(rows_a) - 1, min(SAMPLE, len(rows_a))).long()
-    sample = rows_a[at].float(), rows_b[at].to(rows_a.device).float()
-
-    def fits(step: Step, block: int, scaled: bool) -> bool:
-        return (
-            _is_small(*sample, step, block, scaled)
-            and _is_even(*sample, step, block, scaled)
-            and all(_is_small(*chunk, step, block, scaled) for chunk in _chunks(a, b))
-        )
-
-    width = rows_a.shape[-1]
+    sample_a, sample_b = _some_rows(a, b, SAMPLE)
+    width = sample_a.shape[-1]
     tried = [(name, step, 0, False) for name, step in _PLAIN.items()]
     for block in (block for block in _BLOCKS if not block or width % block == 0):
         tried += [(name, step, block, True) for name, step in _SCALED.items()]
     if width > 1:  # fp8 with one scale for the whole tensor
-        top = a.detach().abs().max().float()
-        tried.append(("fp8 (e4m3)", lambda values, _: _float8(values, top), 0, True))
-    fitting = (name for name, step, block, scaled in tried if fits(step, block, scaled))
+        whole = a.detach().abs().max().float()
+        tried.append(("fp8 (e4m3)", lambda values, _: _float8(values, whole), 0, True))
+    fitting = (
+        name
+        for name, step, block, scaled in tried
+        if _is_small(sample_a, sample_b, step, block, scaled)
+        if _is_even(sample_a, sample_b, step, block, scaled)
+        if all(_is_small(*chunk, step, block, scaled) for chunk in _chunks(a, b))
+    )
     name = next(fitting, "")
     return "" if name and _is_structured(a, b) else name
+
+
+def _some_rows(a: torch.Tensor, b: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return up to `count` rows of both tensors in fp32."""
+    rows_a, rows_b = _matrix(a), _matrix(b)
+    at = torch.linspace(0, len(rows_a) - 1, min(count, len(rows_a))).long()
+    return rows_a[at].float(), rows_b[at].to(rows_a.device).float()
 
 
 def _steps(a: torch.Tensor, b: torch.Tensor, step: Step, scaled: bool) -> torch.Tensor:
@@ -178,12 +181,10 @@ def _is_structured(a: torch.Tensor, b: torch.Tensor) -> bool:
     The strongest direction of independent errors is as strong with random signs, however large the
     errors of single rows and columns are. A change of low rank is not.
     """
-    rows_a, rows_b = _matrix(a), _matrix(b)
-    if min(rows_a.shape) < SIDE:
+    some, other = _some_rows(a, b, ROWS)
+    if min(some.shape) < SIDE:
         return False
-    at = torch.linspace(0, len(rows_a) - 1, min(ROWS, len(rows_a))).long()
-    some = rows_a[at].float()
-    errors = rows_b[at].to(some.device).float() - some
+    errors = other - some
     chance = torch.Generator().manual_seed(0)
     # Equal rows, as of tokens that were added, have equal errors: one of them is enough.
     keys = (some @ torch.randn(some.shape[1], generator=chance).to(some.device)).tolist()

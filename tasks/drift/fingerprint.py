@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from tasks.core.contract import Bound
 from tasks.core.errors import ArtifactError, DataError, DriftError
 from tasks.witness.plumbline_witness import prints
-from tasks.witness.plumbline_witness.prints import BITS, FINE, TINY, FormatNoise, kl_by_position
+from tasks.witness.plumbline_witness.prints import BITS, FINE, FormatNoise, kl_by_position
 
 TIE_STEPS = 2.0
 """Logits that differ by less than this many rounding steps are tied; see the module docstring."""
@@ -39,24 +40,24 @@ class Fingerprint(prints.Fingerprint):
     """Log-probabilities of one model on the probes, with the errors of this package."""
 
     @classmethod
-    def load(cls, path: Path) -> Fingerprint:
+    def load(cls, path: Path) -> Self:
         """Read a fingerprint. Raises ArtifactError if the file is none."""
         try:
-            return cls(**vars(prints.Fingerprint.load(path)))
-        except prints.PrintError as error:
-            raise ArtifactError(str(error)) from error
+            return super().load(path)
+        except prints.UNREADABLE as error:
+            raise ArtifactError(f"{path} is not a readable fingerprint: {error}") from error
 
 
 class ScorePrint(prints.ScorePrint):
     """Scores of one reward model on the probes, with the errors of this package."""
 
     @classmethod
-    def load(cls, path: Path) -> ScorePrint:
+    def load(cls, path: Path) -> Self:
         """Read scores. Raises ArtifactError if the file has none."""
         try:
-            return cls(**vars(prints.ScorePrint.load(path)))
-        except prints.PrintError as error:
-            raise ArtifactError(str(error)) from error
+            return super().load(path)
+        except prints.UNREADABLE as error:
+            raise ArtifactError(f"{path} does not hold scores: {error}") from error
 
 
 _FLAT = 1e-5
@@ -163,63 +164,83 @@ def quantized_profile(scheme: str, name: str = "auto") -> DriftLimit:
     return {**PROFILES, **QUANTIZED}[_FORMATS[scheme] if name == "auto" else name]
 
 
-def as_limit(kl: float) -> str:
-    """Return a limit as text, such as "1e-03" or "7.8e-03"."""
-    return f"{kl:.1e}".replace(".0e", "e")
+class Term(NamedTuple):
+    """A number of a drift, and its limit."""
+
+    name: str
+    value: float
+    limit: float
+    sign: str = "<="  # or ">="
+
+    @property
+    def is_beyond(self) -> bool:
+        """True if the limit is exceeded; False for NaN."""
+        return self.value < self.limit if self.sign == ">=" else self.value > self.limit
+
+
+class _Limited:
+    """A drift, and what is common to its comparison with the limits of a profile.
+
+    `noise` is the engine's repeat noise: the mean has to stay within twice of it.
+    """
+
+    unit_of_mean: str
+
+    def terms(self, limit: DriftLimit, noise: float | None = None) -> list[Term]:
+        """Return the mean, a second number, and others."""
+        raise NotImplementedError
+
+    def beyond(self, limit: DriftLimit, noise: float | None = None) -> list[str]:
+        """Return one text for each limit that is exceeded; empty if it is within all."""
+        return [
+            f"{term.name} {term.value:.3g}, not {term.sign} {term.limit:.3g}"
+            for term in self.terms(limit, noise)
+            if term.is_beyond
+        ]
+
+    def allowed(self, limit: DriftLimit, noise: float | None = None) -> str:
+        """Return the limits as text."""
+        terms = self.terms(limit, noise)
+        text = ", ".join(f"{term.name} {term.sign} {term.limit:.3g}" for term in terms)
+        return f"{text} ({limit.measured})" if limit.measured else text
+
+    def bound(self, limit: DriftLimit, noise: float | None = None) -> Bound:
+        """Return the mean drift and its limit; the tail's if the mean is within its limit."""
+        mean, tail, *others = self.terms(limit, noise)
+        mean = mean._replace(limit=min([mean.limit, *(o.limit for o in others if o.sign == "<=")]))
+        chosen = tail if tail.is_beyond and tail.sign == "<=" and not mean.is_beyond else mean
+        return Bound(chosen.name, self.unit_of_mean, chosen.value, chosen.limit)
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(_Limited):
     """Distance of a fingerprint from its reference: KL(reference || new) by position, in nats."""
 
     mean_kl: float
     p95_kl: float
     max_kl: float
     top1_agreement: float  # share of distinct contexts in which the top tokens agree, ties included
-    cosine: float = math.nan  # mean cosine similarity of the probabilities
     median_kl: float = 0.0
+
+    unit_of_mean = "nats per token"
 
     @property
     def noise(self) -> FormatNoise:
         """The same as the noise of a format."""
         return FormatNoise(self.mean_kl, self.p95_kl, self.median_kl, self.top1_agreement)
 
-    def _typical(self, limit: DriftLimit) -> tuple[str, float]:
-        """Return name and value of the KL that `limit.mean_kl` limits."""
-        return ("median KL", self.median_kl) if limit.by_median else ("mean KL", self.mean_kl)
-
-    def beyond(self, limit: DriftLimit, noise: float | None = None) -> list[str]:
-        """Return one text for each limit that is exceeded; empty if it is within all.
-
-        With the engine's repeat noise (nats), the mean KL has to stay within twice of it.
-        """
-        name, kl = self._typical(limit)
-        exceeded = []
-        if kl > limit.mean_kl:
-            exceeded.append(f"{name} {kl:.2e} > {as_limit(limit.mean_kl)}")
-        if self.p95_kl > limit.p95_kl:
-            exceeded.append(f"p95 KL {self.p95_kl:.2e} > {as_limit(limit.p95_kl)}")
-        if self.top1_agreement < limit.top1_agreement:
-            exceeded.append(f"top-1 agreement {self.top1_agreement:.4f} < {limit.top1_agreement:g}")
-        if noise is not None and self.mean_kl > 2 * noise:
-            exceeded.append(f"mean KL {self.mean_kl:.2e} > twice the repeat noise {noise:.2e}")
-        return exceeded
-
-    def bound(self, limit: DriftLimit, noise: float | None = None) -> Bound:
-        """Return the mean drift and its limit; the tail's if the mean is within its limit."""
-        most = min(limit.mean_kl, math.inf if noise is None else 2 * noise)
-        name, kl = self._typical(limit)
-        if kl <= most and self.p95_kl > limit.p95_kl:
-            name, kl, most = "p95 KL", self.p95_kl, limit.p95_kl
-        return Bound(name, "nats per token", kl, most)
-
-    def allowed(self, limit: DriftLimit) -> str:
-        """Return the limits as text."""
-        text = (
-            f"{self._typical(limit)[0]} <= {as_limit(limit.mean_kl)}, p95 KL <= "
-            f"{as_limit(limit.p95_kl)}, top-1 agreement >= {limit.top1_agreement:.3g}"
-        )
-        return f"{text} ({limit.measured})" if limit.measured else text
+    def terms(self, limit: DriftLimit, noise: float | None = None) -> list[Term]:
+        """Return the numbers that are limited."""
+        terms = [
+            Term("mean KL", self.mean_kl, limit.mean_kl),
+            Term("p95 KL", self.p95_kl, limit.p95_kl),
+            Term("top-1 agreement", self.top1_agreement, limit.top1_agreement, ">="),
+        ]
+        if limit.by_median:
+            terms[0] = Term("median KL", self.median_kl, limit.mean_kl)
+        if noise is not None:
+            terms.append(Term("mean KL (twice the repeat noise)", self.mean_kl, 2 * noise))
+        return terms
 
     def __str__(self) -> str:
         return (
@@ -229,7 +250,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class RewardDrift:
+class RewardDrift(_Limited):
     """Difference of scores from those of a reference."""
 
     mean_difference: float  # mean absolute difference over the texts, in `unit`
@@ -237,31 +258,19 @@ class RewardDrift:
     same_order: float  # share of the pairs that the reference scores differently
     unit: float  # standard deviation of the reference scores
 
-    def beyond(self, limit: DriftLimit, noise: float | None = None) -> list[str]:
-        """Return one text for each limit that is exceeded; empty if it is within all.
+    unit_of_mean = "std of scores"
 
-        With the engine's repeat noise (scores), the mean difference has to stay within twice of it.
-        """
-        most, exceeded, moved = limit.rewards, [], self.mean_difference * self.unit
-        if self.mean_difference > most.difference:
-            exceeded.append(f"mean difference {self.mean_difference:.2e} > {most.difference:g}")
-        if self.same_order < most.order:
-            exceeded.append(f"pairs in the same order {self.same_order:.4f} < {most.order:g}")
-        if noise is not None and moved > 2 * noise:
-            exceeded.append(f"mean difference {moved:.2e} > twice the repeat noise {noise:.2e}")
-        return exceeded
-
-    def bound(self, limit: DriftLimit, noise: float | None = None) -> Bound:
-        """Return the mean difference and its limit."""
-        most = min(limit.rewards.difference, math.inf if noise is None else 2 * noise / self.unit)
-        return Bound("mean difference", "std of scores", self.mean_difference, most)
-
-    def allowed(self, limit: DriftLimit) -> str:
-        """Return the limits as text."""
-        return (
-            f"mean difference <= {limit.rewards.difference:g} standard deviations of the "
-            f"reference's scores, pairs in the same order >= {limit.rewards.order:g}"
-        )
+    def terms(self, limit: DriftLimit, noise: float | None = None) -> list[Term]:
+        """Return the numbers that are limited; the noise is in scores."""
+        name, most = "mean difference", limit.rewards
+        terms = [
+            Term(name, self.mean_difference, most.difference),
+            Term("pairs in the same order", self.same_order, most.order, ">="),
+        ]
+        if noise is not None:
+            by_noise = 2 * noise / self.unit
+            terms.append(Term(f"{name} (twice the repeat noise)", self.mean_difference, by_noise))
+        return terms
 
     def __str__(self) -> str:
         return (
@@ -333,17 +342,12 @@ def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) ->
             raise DriftError(
                 f"the {side.engine} fingerprint holds values that are not log-probabilities"
             )
-    p, q = (np.exp(side.logprobs.astype(np.float64)) for side in (reference, new))
-    kl = kl_by_position(p, q)
-    p, q = prints.with_rest(p), prints.with_rest(q)
-    norms = np.linalg.norm(p, axis=1) * np.linalg.norm(q, axis=1)
-    cosine = np.sum(p * q, axis=1) / np.maximum(norms, TINY)
+    kl = kl_by_position(*(np.exp(side.logprobs.astype(np.float64)) for side in (reference, new)))
     return Drift(
         mean_kl=float(kl.mean()),
         p95_kl=float(np.quantile(kl, 0.95)),
         max_kl=float(kl.max()),
         top1_agreement=by_context(reference.probes, agreeing(reference, new, dtype)),
-        cosine=float(cosine.mean()),
         median_kl=float(np.median(kl)),
     )
 

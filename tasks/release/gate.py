@@ -77,7 +77,7 @@ LM_EVAL = "lm_eval."
 """Beginning of the names `lm_eval.<task>.<metric>`, which the tasks of `eval.lm_eval` decide."""
 _DRIFT = {
     "reward": ("mean_difference", "max_difference", "same_order"),
-    "": ("mean_kl", "p95_kl", "max_kl", "top1_agreement", "cosine"),
+    "": ("mean_kl", "p95_kl", "max_kl", "top1_agreement"),
 }
 _HANDOFFS = {
     "gather": "", "merge": "adapter", "convert": "", "smoke_eval": "",

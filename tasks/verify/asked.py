@@ -116,19 +116,21 @@ class Asked:
         """Return the distance of a name from the trained model."""
         return distance(self.reference.trained, self.aligned(model), self.limit)
 
-    def from_base(self, model: str) -> Distance | None:
-        """Return the distance of a name from the base; None without adapter."""
+    def from_base(self, model: str | None) -> Distance | None:
+        """Return the distance of a name from the base; None without adapter, or without a name."""
         base = self.reference.base
-        return None if base is None else distance(base, self.aligned(model), self.limit)
+        if base is None or model is None:
+            return None
+        return distance(base, self.aligned(model), self.limit)
 
-    def from_siblings(self, model: str) -> dict[str, Distance]:
-        """Return the distance of a name from other models whose records lie beside this one."""
+    def from_siblings(self, model: str) -> dict[str, float]:
+        """Return the mean KL of a name from other models whose records lie beside this one."""
         parts, nearby = self.scores(model), {}
         for name, other in self.reference.siblings():
             common, trained = self.reference.shared(other)
             aligned = align(trained, [parts[number] for number in common])
             if aligned.measured.any():
-                nearby[name] = distance(trained, aligned, self.limit)
+                nearby[name] = distance(trained, aligned, self.limit).mean_kl
         return nearby
 
     def dose(self, model: str) -> Share | None:

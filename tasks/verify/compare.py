@@ -72,13 +72,10 @@ def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
         ids, values = np.asarray(ids)[usable], np.asarray(values, np.float64)[usable]
         if not len(ids):
             continue
-        order = np.argsort(reference.ids[at], kind="stable")
-        slots = np.searchsorted(reference.ids[at], ids, sorter=order)
-        slots = order[np.minimum(slots, size - 1)]
-        shared = reference.ids[at][slots] == ids
-        logprobs[at, slots[shared]] = values[shared]
-        mass[at] = np.exp(values[~shared]).sum()
         measured[at] = True
+        shared, here, there = np.intersect1d(ids, reference.ids[at], return_indices=True)
+        logprobs[at, there] = values[here]
+        mass[at] = np.exp(values[~np.isin(ids, shared)]).sum()
         others = values[ids != own]  # the own token may have a lower rank than the others
         if len(others):
             floor[at], top1[at] = others.min(), ids[values.argmax()]
@@ -90,10 +87,8 @@ def kl_of(reference: Fingerprint, served: Aligned) -> NDArray[Any]:
     listed = ~np.isnan(served.logprobs)
     unlisted = ~listed & (reference.logprobs > served.floor[:, None])
     p = np.exp(reference.logprobs.astype(np.float64))
-    p_listed, q_listed = (
-        np.where(listed, p, 0.0),
-        np.exp(np.where(listed, served.logprobs, -np.inf)),
-    )
+    p_listed = np.where(listed, p, 0.0)
+    q_listed = np.exp(np.where(listed, served.logprobs, -np.inf))
     p_left = np.maximum(1 - p_listed.sum(1), _TINY)
     q_left = np.maximum(1 - q_listed.sum(1), _TINY)
     p_group = np.minimum(np.where(unlisted, p, 0.0).sum(1), p_left)
@@ -102,8 +97,9 @@ def kl_of(reference: Fingerprint, served: Aligned) -> NDArray[Any]:
     most = np.minimum(most, unlisted.sum(1) * np.exp(served.floor))
     q_group = np.minimum(p_group * q_left / p_left, most)
     # Numbers in JSON may sum to 1: the rest keeps a mass of `_TINY`.
-    sides = [(p_listed, p_group), (q_listed * (1 - _TINY), q_group)]
-    kl = kl_by_position(*(np.concatenate([ids, group[:, None]], 1) for ids, group in sides))
+    kl = kl_by_position(
+        np.column_stack([p_listed, p_group]), np.column_stack([q_listed * (1 - _TINY), q_group])
+    )
     return np.where(served.measured, kl, np.nan)
 
 
@@ -133,6 +129,26 @@ def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Dist
         first_kl=_mean(kl[place == 0]),
         growth=last / max(first, 1e-12),
     )
+
+
+def _agreement(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> float:
+    """Return the share of distinct contexts in which the top tokens agree; NaN if none is known.
+
+    Ties are tokens within two rounding steps of bf16, or closer than two standard deviations of the
+    difference of two tokens under noise that the limit allows: KL = variance / 2.
+    """
+    best = reference.logprobs.max(1)
+    at_id = np.where(reference.ids == served.top1[:, None], reference.logprobs, -np.inf).max(1)
+    tie = np.full(len(best), 2 * np.sqrt(2) * np.sqrt(2 * limit.mean_kl))
+    if (steps := steps_in(reference, "bfloat16")) is not None:
+        tie = np.maximum(tie, TIE_STEPS * steps)
+    agree = (best - at_id < tie) | (served.top1 == reference.top1)
+    return by_context(reference.probes, agree, served.top1 >= 0)
+
+
+def _mean(values: NDArray[Any]) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 def format_of(reference: Fingerprint, served: Aligned) -> str | None:
@@ -176,13 +192,8 @@ def change(before: Entry, after: Entry) -> float:
 
 def changes(before: Sequence[Scores], after: Sequence[Scores]) -> NDArray[np.float64]:
     """Return the change of every position that both measured, shape (N,)."""
-    pairs = [
-        (a, b)
-        for x, y in zip(before, after, strict=True)
-        for a, b in zip(x, y, strict=True)
-        if len(a.ids) and len(b.ids)
-    ]
-    return np.array([change(a, b) for a, b in pairs], np.float64)
+    pairs = (pair for x, y in zip(before, after, strict=True) for pair in zip(x, y, strict=True))
+    return np.array([change(a, b) for a, b in pairs if len(a.ids) and len(b.ids)], np.float64)
 
 
 def exceeds(values: NDArray[np.float64], limit: DriftLimit) -> bool:
@@ -190,23 +201,3 @@ def exceeds(values: NDArray[np.float64], limit: DriftLimit) -> bool:
     return bool(
         values.size and (values.mean() > limit.mean_kl or np.quantile(values, 0.95) > limit.p95_kl)
     )
-
-
-def _agreement(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> float:
-    """Return the share of distinct contexts in which the top tokens agree; NaN if none is known.
-
-    Ties are tokens within two rounding steps of bf16, or closer than two standard deviations of the
-    difference of two tokens under noise that the limit allows: KL = variance / 2.
-    """
-    best = reference.logprobs.max(1)
-    at_id = np.where(reference.ids == served.top1[:, None], reference.logprobs, -np.inf).max(1)
-    tie = np.full(len(best), 2 * np.sqrt(2) * np.sqrt(2 * limit.mean_kl))
-    if (steps := steps_in(reference, "bfloat16")) is not None:
-        tie = np.maximum(tie, TIE_STEPS * steps)
-    agree = (best - at_id < tie) | (served.top1 == reference.top1)
-    return by_context(reference.probes, agree, served.top1 >= 0)
-
-
-def _mean(values: NDArray[Any]) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")

@@ -24,7 +24,7 @@ from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import read_json, read_manifest
 from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of, template_of
-from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, NOISE
+from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, FOLDER, NOISE
 from tasks.witness.plumbline_witness.probes import CHATS
 
 SIBLINGS = 8
@@ -116,20 +116,21 @@ class Reference:
         nearest step comes first.
         """
         here, step = self.folder.resolve(), self.facts.get("step", 0)
-        near: dict[Path, float] = {}
-        for path in (*here.parent.glob("*/plumbline.witness"), *here.glob("*/plumbline.witness")):
-            match = re.fullmatch(r"checkpoint-(\d+)", path.parent.name)
-            near[path.parent] = abs(int(match[1]) - step) if match else math.inf
-        near.pop(here, None)
+        folders = {
+            path.parent for root in (here.parent, here) for path in root.glob(f"*/{FOLDER}")
+        } - {here}
+
+        def distance(folder: Path) -> tuple[float, Path]:
+            match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+            return (abs(int(match[1]) - step) if match else math.inf), folder
+
         siblings: list[tuple[str, Reference]] = []
-        for folder in sorted(near, key=lambda path: (near[path], path)):
-            try:
+        for folder in sorted(folders, key=distance):
+            with suppress(PlumblineError, OSError):
                 sibling = read_reference(folder)
-            except (PlumblineError, OSError):
-                continue
-            again = np.array_equal(sibling.trained.logprobs, self.trained.logprobs)
-            if not again and len(set(sibling.sequences) & set(self.sequences)) >= COMMON:
-                siblings.append((folder.name, sibling))
+                again = np.array_equal(sibling.trained.logprobs, self.trained.logprobs)
+                if not again and len({*sibling.sequences} & {*self.sequences}) >= COMMON:
+                    siblings.append((folder.name, sibling))
         return siblings[:SIBLINGS]
 
     def shared(self, other: Reference) -> tuple[list[int], Fingerprint]:
@@ -163,7 +164,7 @@ def read_reference(folder: Path) -> Reference:
     """
     if not folder.is_dir():
         raise ArtifactError(f"no such folder: {folder}", hint="source=<the folder of a checkpoint>")
-    if folder.name == "plumbline.witness":
+    if folder.name == FOLDER:
         folder = folder.resolve().parent
     witness = find_witness(folder)
     if witness is None:
@@ -193,24 +194,13 @@ def read_reference(folder: Path) -> Reference:
     return Reference(probes, trained, _base(witness.folder, trained), witness.facts, folder)
 
 
-def _base(folder: Path, trained: Fingerprint) -> Fingerprint | None:
-    """Load the base's log-probabilities at the ids of the trained model, if there are any."""
-    path = folder / BASE
-    if not path.is_file():
-        return None
-    base = Fingerprint.load(path)
-    if base.probes != trained.probes or not np.array_equal(base.ids, trained.ids):
-        raise ArtifactError(f"{path} and {FINGERPRINT} score other tokens")
-    return base
-
-
 def _served(folder: Path) -> Reference:
     """Return the reference in a served folder: convert measured it at the trained model's ids."""
     path = folder / FINGERPRINT
     if read_manifest(folder).get("kind") != "served" or not path.is_file():
         raise ArtifactError(
-            f"{folder}: no plumbline.witness, and not a folder that Plumbline served: nothing to "
-            "compare a server with",
+            f"{folder}: no {FOLDER}, and not a folder that Plumbline served: nothing to compare a "
+            "server with",
             hint="train with `python -m plumbline_witness -- <your training command>`, which "
             "records what a server is compared with; or make a served folder: "
             f"`python flows/deliver.py {typed('source', folder)} base=<the base> "
@@ -220,31 +210,6 @@ def _served(folder: Path) -> Reference:
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
     base, facts = _base(folder, trained), {"tokens": token_facts(folder)}
     return Reference(probes, trained, base, facts, folder, tuple(_rendered(folder)))
-
-
-def _rendered(folder: Path) -> Iterator[Probe]:
-    """Yield the public conversations as a folder's chat template writes them, without token ids.
-
-    Those that the template refuses are left out (Gemma takes no system prompt), and all of them if
-    it writes the date.
-    """
-    if _DATE.search(template_of(folder)):
-        return
-    for number, turns in enumerate(CHATS):
-        messages = [{"role": role, "content": content} for role, content in turns]
-        with suppress(TemplateError):
-            (text,) = prompts_of(folder, [messages])
-            if text:
-                yield Probe((), "chat", number, text)
-
-
-def token_facts(folder: Path) -> dict[str, Any]:
-    """Return tokens and generation settings of a served folder, under the keys of a witness."""
-    facts: dict[str, Any] = {"tokenizer": {}}
-    for name in ("config", "generation_config"):
-        file = folder / f"{name}.json"
-        facts[name] = read_json(file) if file.is_file() else {}
-    return facts
 
 
 def _load(path: Path) -> Fingerprint:
@@ -257,3 +222,37 @@ def _load(path: Path) -> Fingerprint:
         )
     require_informative(loaded, str(path))
     return loaded
+
+
+def _base(folder: Path, trained: Fingerprint) -> Fingerprint | None:
+    """Load the base's log-probabilities at the ids of the trained model, if there are any."""
+    path = folder / BASE
+    if not path.is_file():
+        return None
+    base = Fingerprint.load(path)
+    if base.probes != trained.probes or not np.array_equal(base.ids, trained.ids):
+        raise ArtifactError(f"{path} and {FINGERPRINT} score other tokens")
+    return base
+
+
+def _rendered(folder: Path) -> Iterator[Probe]:
+    """Yield the public conversations as a folder's chat template writes them, without token ids.
+
+    Those that the template refuses are left out (Gemma takes no system prompt), and all of them if
+    it writes the date.
+    """
+    if _DATE.search(template_of(folder)):
+        return
+    for number in range(len(CHATS)):
+        probe = Probe((), "chat", number)
+        with suppress(TemplateError):
+            (text,) = prompts_of(folder, [list(probe.messages or ())])
+            if text:
+                yield replace(probe, text=text)
+
+
+def token_facts(folder: Path) -> dict[str, Any]:
+    """Return tokens and generation settings of a served folder, under the keys of a witness."""
+    files = {name: folder / f"{name}.json" for name in ("config", "generation_config")}
+    settings = {name: read_json(file) for name, file in files.items() if file.is_file()}
+    return {"tokenizer": {}, **settings}

@@ -127,99 +127,58 @@ class Report:
         about = f"{self.url} ({self.server}): {self.model}"
         about += f", base {self.base}" if self.base else ""
         reference = f"reference: {self.source} ({self.reference}), profile {self.profile}"
-        lines = [*_folded(about, "", "  "), *_folded(reference, "", "  "), ""]
+        lines = [*_folded(about), *_folded(reference), ""]
         lines += [f"{'check':<{NAMES}} {'verdict':<8} measured", "-" * WIDTH]
-        indent = " " * (NAMES + 10)
         explained: set[str] = set()
-        rest = [check for check in self.checks if check.verdict != "fault"]
-        for check in [*self.faults, *rest]:
-            first = f"{check.code:<{NAMES}} {_word(check):<8} "
+        for check in sorted(self.checks, key=lambda check: check.verdict != "fault"):
+            word = "FAULT" if check.verdict == "fault" else check.verdict
+            first = f"{check.code:<{NAMES}} {word:<8} "
             for line in _details(check, explained):
-                lines += _folded(line, first, indent)
-                first = indent
-        lines += ["-" * WIDTH, *_folded(f"{self.line}; {self.seconds:.1f} s", "", "  ")]
+                lines += _folded(line, first, " " * (NAMES + 10))
+                first = " " * (NAMES + 10)
+        lines += ["-" * WIDTH, *_folded(f"{self.line}; {self.seconds:.1f} s")]
         return plain("\n".join(lines))
+
+    def markdown(self) -> str:
+        """Return the report for pages of orchestrators and trackers: its text, as code."""
+        return f"```text\n{self.text().replace('```', chr(39) * 3)}\n```\n"
 
     def junit(self) -> str:
         """Return JUnit XML: one test case for each check, "unknown" as skipped.
 
         "unverified" is an error: a program that counts failures must not take it for a success.
         """
-        error = self.line if self.outcome == "unverified" else ""
+        is_error = self.outcome == "unverified"
         counts = {
-            "tests": len(self.checks) + bool(error),
+            "tests": len(self.checks) + is_error,
             "failures": len(self.faults),
-            "errors": int(bool(error)),
+            "errors": int(is_error),
             "skipped": len(self.unproven),
         }
         attributes = {"name": "plumbline verify", **{key: str(n) for key, n in counts.items()}}
         top = ElementTree.Element("testsuite", {**attributes, "time": f"{self.seconds:.3f}"})
-
-        def case(name: str) -> ElementTree.Element:
+        outcomes = [(check.code, check.verdict, check.text) for check in self.checks]
+        details = {check.code: "\n".join(_details(check, set())) for check in self.faults}
+        for name, verdict, text in [*outcomes, *([("verdict", "error", self.line)] * is_error)]:
             about = {"classname": plain(f"verify.{self.model}"), "name": plain(name)}
-            return ElementTree.SubElement(top, "testcase", about)
-
-        for check in self.checks:
-            element, message = case(check.code), plain(check.text)
-            if check.verdict == "unknown":
-                ElementTree.SubElement(element, "skipped", {"message": message})
-            if check.verdict == "fault":
-                codes = ", ".join(cause.code for cause in check.causes) or check.code
-                about = {"message": message, "type": codes}
-                failure = ElementTree.SubElement(element, "failure", about)
-                failure.text = plain("\n".join(_details(check, set())))
-        if error:
-            ElementTree.SubElement(case("verdict"), "error", {"message": plain(error)})
+            case = ElementTree.SubElement(top, "testcase", about)
+            kind = {"unknown": "skipped", "fault": "failure", "error": "error"}.get(verdict)
+            if kind:
+                result = ElementTree.SubElement(case, kind, {"message": plain(text)})
+                result.text = plain(details.get(name, ""))
         ElementTree.indent(top)
         return ElementTree.tostring(top, encoding="unicode", xml_declaration=True) + "\n"
 
-    def markdown(self) -> str:
-        """Return Markdown for pages of orchestrators and trackers: the verdict and a table."""
-        lines = [_cell(self.line), ""]
-        lines += ["| check | verdict | measured | cause |", "|---|---|---|---|"]
-        for check in self.checks:
-            codes = ", ".join(cause.code for cause in check.causes)
-            lines.append(f"| {check.code} | {_word(check)} | {_cell(check.text)} | {codes} |")
-        for cause in self.causes:
-            lines += ["", f"{cause.code}: {_cell(cause.text)}", f"- fix: {_cell(cause.hint)}"]
-        return "\n".join(lines) + "\n"
 
-
-def _word(check: Row) -> str:
-    return "FAULT" if check.verdict == "fault" else check.verdict
-
-
-def _folded(line: str, first: str, indent: str) -> list[str]:
-    how: Any = {"initial_indent": first, "subsequent_indent": indent, "break_on_hyphens": False}
-    return wrap(line, WIDTH, **how)
+def _folded(line: str, first: str = "", indent: str = "  ") -> list[str]:
+    return wrap(line, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _details(check: Row, explained: set[str]) -> Iterator[str]:
-    """Yield the text, what was measured against its limits, the causes, and what to type.
-
-    `explained` has the codes of causes that need no explanation any more; it grows.
-    """
+    """Yield the text, and the causes that are not `explained` yet with what to type."""
     yield check.text
-    limits = ", ".join(
-        f"{name.replace('_', ' ')}: {_number(check.measured[name])} (limit {_number(limit)})"
-        for name, limit in check.limit.items()
-        if name in check.measured
-    )
-    if limits:
-        yield limits
     for cause in check.causes:
-        if cause.code in explained:
-            yield f"cause: as above [{cause.code}]"
-            continue
-        explained.add(cause.code)
-        yield f"cause: {cause.text} [{cause.code}]"
-        yield f"-> {cause.hint}"
-
-
-def _number(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"
-
-
-def _cell(text: str) -> str:
-    """Return text that may come from a server for a cell of a Markdown table, as code."""
-    return f"`{plain(text).replace('`', chr(39)).replace('|', '/')}`"
+        if cause.code not in explained:
+            explained.add(cause.code)
+            yield f"cause: {cause.text} [{cause.code}]"
+            yield f"-> {cause.hint}"

@@ -13,10 +13,29 @@ from pathlib import Path
 
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.verify.asked import Asked
-from tasks.verify.checks import CHECKS
+from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
+from tasks.verify.checks.prompt import context, eos, template, tokens
+from tasks.verify.checks.sampling import sampling
+from tasks.verify.checks.weights import adapter, base, distribution
 from tasks.verify.reference import Reference
 from tasks.verify.report import Report, Row
 from tasks.verify.servers.server import ServedModel, Server
+
+
+CHECKS = {
+    check.__name__.replace("_", "-"): check
+    for check in (
+        # the weights, and the likely cause if they are others; the last two of adapters only
+        *(distribution, adapter, base),
+        # what a prompt becomes, and where a response ends
+        *(template, tokens, eos, context),
+        # the server's own temperature, top-k and top-p
+        sampling,
+        # alone and in a crowd, again, streamed, and beside other adapters
+        *(leak, batching, prefix_cache, long_prompts, streaming),
+    )
+}
+"""All checks by name, in their order: each takes `Asked`, and returns one `Row`."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +62,8 @@ def choose(
         if name is not None and name not in by_name
     ]
     if model is None:
-        loaded = [
-            name
-            for name, entry in by_name.items()
-            if (entry.root or "").startswith("/")
-            and Path(entry.root or "").resolve() == source.resolve()
-        ]
+        roots = {entry.name: Path(entry.root).resolve() for entry in served if entry.root}
+        loaded = [name for name, root in roots.items() if root == source.resolve()]
         candidates = loaded or list(by_name)
         if len(candidates) == 1:
             model = candidates[0]
@@ -101,19 +116,17 @@ def run_checks(asked: Asked, only: Sequence[str] = ()) -> tuple[Row, ...]:
     elif asked.base is None:
         left_out = ("base",)
     rows: list[Row] = []
-    gone = ""
+    reason = gone = ""
     for name, check in CHECKS.items():
         if name in left_out or (only and name not in only):
             continue
-        reason = gone
         if not gone:
             try:
                 rows.append(check(asked))
                 continue
             except PlumblineError as error:
                 reason = "; ".join(filter(None, (error.message, error.hint)))
-                if error.code in ("unreachable", "login"):
-                    gone = reason
+                gone = reason if error.code in ("unreachable", "login") else ""
             except Exception as error:
                 reason = f"the check itself failed: {type(error).__name__}: {error}"
         rows.append(Row(name, "unknown", reason))

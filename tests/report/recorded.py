@@ -22,8 +22,8 @@ EVAL = {
     "reward_before": 0.3769116495228512, "reward_after": 1.2641759593410464, "kl": 0.00788497836,
     "drawn_before": 0.0, "drawn_after": 1.0, "scored_before": -0.5, "scored_after": 0.875,
 }  # fmt: skip
-DRIFT = Drift(mean_kl=8.857e-05, p95_kl=2.88e-04, max_kl=1.2e-03, top1_agreement=1.0, cosine=1.0)
-REFUSED = Drift(mean_kl=1.62e-02, p95_kl=2.79e-02, max_kl=0.4, top1_agreement=0.57, cosine=0.9)
+DRIFT = Drift(mean_kl=8.857e-05, p95_kl=2.88e-04, max_kl=1.2e-03, top1_agreement=1.0)
+REFUSED = Drift(mean_kl=1.62e-02, p95_kl=2.79e-02, max_kl=0.4, top1_agreement=0.57)
 SERVED = "/models/my served"
 LENGTHS = [[5, 1], [112, 60], [128, 30], [3072, 9]]
 """Training rows by their length, as `Tally.counts` reports them."""

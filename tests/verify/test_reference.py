@@ -12,7 +12,7 @@ import pytest
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin, publish
 from tasks.pipeline.locks import staging
-from tasks.verify.reference import Probe, read_reference
+from tasks.verify.reference import Probe, Reference, read_reference
 from tests.verify.synthetic import world, write_witness
 
 
@@ -39,21 +39,17 @@ def test_checkpoints_beside_it_come_nearest_first(tmp_path: Path) -> None:
     write_witness(tmp_path / "checkpoint-40", world(1).reference(), step=40)  # other probes
     partly = world(2, count=6).reference()
     probes = made.sequences[:4] + partly.sequences[4:]
-    common = replace(
-        partly,
-        probes=tuple(Probe(ids, "row", number) for number, ids in enumerate(probes)),
-        trained=replace(partly.trained, probes=probes),
-        base=None,
+    common = Reference(
+        tuple(Probe(ids, "row", number) for number, ids in enumerate(probes)),
+        replace(partly.trained, probes=probes),
     )
     write_witness(tmp_path / "another", common)
     (tmp_path / "checkpoint-35").mkdir()
-    (tmp_path / "checkpoint-25").symlink_to(tmp_path / "absent")
     read = read_reference(tmp_path / "checkpoint-30")
     siblings = dict(read.siblings())
     assert list(siblings) == ["checkpoint-20", "checkpoint-10", "checkpoint-100", "another"]
     numbers, trained = read.shared(siblings["another"])
-    assert numbers == [0, 1, 2, 3]
-    assert trained.probes == made.sequences[:4]
+    assert (numbers, trained.probes) == ([0, 1, 2, 3], made.sequences[:4])
     assert np.array_equal(trained.logprobs, common.trained.logprobs[: 4 * 19])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
+import pytest
 
 from tasks.verify.compare import align, kl_of
 from tasks.verify.report import EXIT_STATUS, Cause, Report, Row
@@ -44,19 +45,18 @@ def test_noise_beside_an_exact_base_is_in_the_adapter() -> None:
     assert "partly-other-weights" in [cause.code for cause in report.causes]
 
 
-def test_a_server_that_goes_away_leaves_everything_unknown() -> None:
-    def texts(error: Exception) -> set[str]:
-        class Broken(ArrayServer):
-            def score(self, *args: object, **others: object) -> list[object]:  # type: ignore[override]
-                raise error
+@pytest.mark.parametrize(
+    "error", [ServerError("no answer", code="unreachable"), ZeroDivisionError("by zero")]
+)
+def test_a_check_that_raises_proves_nothing(error: Exception) -> None:
+    class Broken(ArrayServer):
+        def score(self, *args: object, **others: object) -> list[object]:  # type: ignore[override]
+            raise error
 
-        known = Broken(TRAINED.probes, {"lora": TRAINED.trained})
-        report = verify(known, Target("lora", None), TRAINED.reference(), "standard")
-        assert report.outcome == "unverified"
-        return {check.text for check in report.checks}
-
-    assert texts(ServerError("no answer", code="unreachable")) == {"no answer"}
-    assert any("ZeroDivisionError" in text for text in texts(ZeroDivisionError("by zero")))
+    known = Broken(TRAINED.probes, {"lora": TRAINED.trained})
+    report = verify(known, Target("lora", None), TRAINED.reference(), "standard")
+    assert report.outcome == "unverified"
+    assert all(str(error) in check.text for check in report.checks if check.code == "distribution")
 
 
 NOISE = 1.5
@@ -101,48 +101,42 @@ OTHER = replace(
 )
 HIDDEN = Row("prompt", "unknown", "the server does not say")
 OK_PROMPT = Row("prompt", "ok", "the same")
-
-
-def report(*checks: Row) -> Report:
-    return Report(
-        "http://host:8000", "vllm 0.32", "lora", "base", "/runs/lora", "step 3", "standard", checks,
-        1.25,
-    )  # fmt: skip
-
-
 UNDECIDED = Row("adapter", "unknown", "base or trained", {"dose": 0.4})
 
 
-OUTCOMES: list[tuple[tuple[Row, ...], str]] = [
-    ((SAME, OK_PROMPT), "verified"),
-    ((SAME, HIDDEN), "verified"),
-    ((OTHER, OK_PROMPT), "fault"),
-    ((SAME, replace(OK_PROMPT, verdict="fault")), "fault"),
-    ((replace(SAME, verdict="unknown"), OK_PROMPT), "unverified"),
-    ((SAME, replace(OK_PROMPT, code="adapter", verdict="unknown")), "verified"),
-    ((SAME, UNDECIDED), "unverified"),
-    ((OK_PROMPT,), "unverified"),
-    ((), "unverified"),
-]
+def report(*checks: Row) -> Report:
+    about = ("http://host:8000", "vllm 0.32", "lora", "base", "/runs/lora", "step 3", "standard")
+    return Report(*about, checks, 1.25)
 
 
-def test_nothing_is_verified_without_the_distribution() -> None:
-    statuses = {"verified": 0, "fault": 1, "unverified": 2}
-    for checks, outcome in OUTCOMES:
-        made = report(*checks)
-        assert (made.outcome, EXIT_STATUS[made.outcome]) == (outcome, statuses[outcome])
+@pytest.mark.parametrize(
+    ("checks", "outcome", "status"),
+    [
+        ((SAME, OK_PROMPT), "verified", 0),
+        ((SAME, HIDDEN), "verified", 0),
+        ((OTHER, OK_PROMPT), "fault", 1),
+        ((SAME, replace(OK_PROMPT, verdict="fault")), "fault", 1),
+        ((replace(SAME, verdict="unknown"), OK_PROMPT), "unverified", 2),
+        ((SAME, replace(OK_PROMPT, code="adapter", verdict="unknown")), "verified", 0),
+        ((SAME, UNDECIDED), "unverified", 2),
+        ((OK_PROMPT,), "unverified", 2),
+        ((), "unverified", 2),
+    ],
+)
+def test_nothing_is_verified_without_the_distribution(
+    checks: tuple[Row, ...], outcome: str, status: int
+) -> None:
+    made = report(*checks)
+    assert (made.outcome, EXIT_STATUS[made.outcome]) == (outcome, status)
 
 
 def test_junit_counts_failures_and_skipped() -> None:
+    """A program that only counts failures must not take "unverified" for a success."""
     suite = ElementTree.fromstring(report(OTHER, OK_PROMPT, replace(HIDDEN, code="load")).junit())
     assert [suite.get(key) for key in ("tests", "failures", "skipped", "errors")] == list("3110")
     cases = {case.get("name"): case for case in suite}
-    failure = cases["distribution"].find("failure")
-    assert failure is not None
-    assert failure.get("type") == "base-served"
-    assert "-> vllm serve BASE" in (failure.text or "")
+    assert "-> vllm serve BASE" in (cases["distribution"].findtext("failure") or "")
     assert cases["load"].find("skipped") is not None
-    # A program that only counts failures must not take "unverified" for a success.
     unverified = ElementTree.fromstring(report(HIDDEN).junit())
     assert unverified.get("errors") == "1"
     assert unverified.find("testcase/error") is not None

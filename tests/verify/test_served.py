@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,77 +14,99 @@ from typing import Any
 
 import pytest
 
+from tests.audit.making import edit_json
 from tests.commands import tracked_run
-from tests.verify import faults
-from tests.verify.conftest import Answer
 from tests.verify.serving import Running, serve
+from tests.witness.served import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-Verify = Callable[..., Answer]
+Verified = tuple[int, dict[str, Any]]
 
 
-def is_found(answer: Answer, cause: str) -> None:
-    """Check that a fault was found, and that the planted cause is among the likely ones."""
-    assert answer.code == 1, answer.out + answer.err
-    assert cause in answer.causes, answer.out
+def verified(tmp_path: Path, url: str, source: Path, *more: str) -> Verified:
+    """Verify an adapter that is served under its folder's name; returns exit status and report."""
+    report = tmp_path / "report.json"
+    status, text = verify(tmp_path, url, source, source.name, f"out={report}", *more)
+    assert report.is_file(), text
+    return status, json.loads(report.read_text())
 
 
 def test_an_adapter_that_was_trained_in_4_bits(
-    server: Running, models: Path, verify: Verify
+    server: Running, models: Path, tmp_path: Path
 ) -> None:
-    answer = verify(f"url={server.url}", f"source={models / 'qlora'}", "name=qlora")
-    is_found(answer, "nf4-on-16-bit")
+    status, report = verified(tmp_path, server.url, models / "qlora")
+    assert status == 1
+    assert "nf4-on-16-bit" in report["causes"]
+
+
+def other_rope(base: Path) -> None:
+    """Give a base another base frequency of its rotary embedding."""
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    edit_json(base / "config.json", rope_theta=None, rope_parameters=rope)
+
+
+def without_eos(base: Path) -> None:
+    """Change a base so that no file names the token that ends a turn."""
+    added = json.loads((base / "tokenizer.json").read_text())["added_tokens"]
+    end = next(entry["id"] for entry in added if entry["content"] == "<|endoftext|>")
+    for name in ("config.json", "generation_config.json"):
+        edit_json(base / name, eos_token_id=end)
+    edit_json(base / "tokenizer_config.json", eos_token="<|endoftext|>")
+    (base / "special_tokens_map.json").unlink(missing_ok=True)
 
 
 SHORT = ("--override-generation-config", '{"temperature": 0.3}', "--max-model-len", "40")
 
 
 @pytest.mark.parametrize(
-    ("causes", "base", "options"),
+    ("causes", "change", "options"),
     [
-        (["default-temperature", "context-short"], None, SHORT),
-        (["eos-missing"], faults.without_eos, ()),
-        (["rope"], faults.other_rope, ()),
+        ({"default-temperature", "context-short"}, lambda base: None, SHORT),
+        ({"eos-missing"}, without_eos, ()),
+        ({"rope"}, other_rope, ()),
     ],
 )
 def test_a_faulty_server(
-    causes: Sequence[str], base: Callable[[Path, Path], Path] | None, options: Sequence[str],
-    models: Path, verify: Verify, tmp_path: Path,
+    causes: set[str], change: Callable[[Path], None], options: Sequence[str], models: Path,
+    tmp_path: Path,
 ) -> None:  # fmt: skip
-    folder = base(models, tmp_path / "base") if base else models / "base"
+    folder = shutil.copytree(models / "base", tmp_path / "base")
+    change(folder)
     log, modules = tmp_path / "server.log", {"lora": models / "lora"}
     with serve(folder, modules, log=log, options=options) as running:
-        answer = verify(f"url={running.url}", f"source={models / 'lora'}", "name=lora")
-    for cause in causes:
-        is_found(answer, cause)
+        status, report = verified(tmp_path, running.url, models / "lora")
+    assert status == 1
+    assert causes <= {*report["causes"]}
 
 
-def test_a_clean_server_raises_no_alarm(server: Running, models: Path, verify: Verify) -> None:
-    answer = verify(f"url={server.url}", f"source={models / 'lora'}", "name=lora")
-    assert answer.code == 0, answer.out + answer.err
-    assert "fault" not in answer.verdicts.values()
-
-
-def records(runs: Path, query: str) -> list[Any]:
-    with sqlite3.connect(runs / "prefect" / "prefect.db") as database:
-        return database.execute(query).fetchall()
+def test_a_clean_server_raises_no_alarm(server: Running, models: Path, tmp_path: Path) -> None:
+    status, report = verified(tmp_path, server.url, models / "lora")
+    assert status == 0, report
+    assert all(check["verdict"] != "fault" for check in report["checks"])
 
 
 def test_a_fault_is_a_failed_run_with_its_report(
-    server: Running, models: Path, verify: Verify, tmp_path: Path
+    server: Running, models: Path, tmp_path: Path
 ) -> None:
-    runs = tmp_path / "runs"
-    words = (f"url={server.url}", f"source={models / 'lora'}", "prefect=true", "tag=nightly")
-    answer = verify(*words, "name=zeros", f"paths.runs={runs}")
-    assert answer.code == 1, answer.out + answer.err
-    assert "base-served" in answer.out
-    query = "select state_type, id from flow_run where name = 'verify-nightly'"
-    ((state, run_id),) = records(runs, query)
+    runs, out = tmp_path / "runs", tmp_path / "report.json"
+    recorded = ("prefect=true", "tag=nightly", f"paths.runs={runs}", f"out={out}")
+    status, text = verify(tmp_path, server.url, models / "lora", "zeros", *recorded)
+    assert status == 1, text
+    assert "base-served" in text
+
+    def records(query: str) -> list[Any]:
+        with sqlite3.connect(runs / "prefect" / "prefect.db") as database:
+            return database.execute(query).fetchall()
+
+    ((state, run_id),) = records(
+        "select state_type, id from flow_run where name = 'verify-nightly'"
+    )
     assert state == "FAILED"
-    table = f"select data, key from artifact where flow_run_id = '{run_id}' and type = 'markdown'"
-    ((text, key),) = records(runs, table)
+    ((data, key),) = records(
+        f"select data, key from artifact where flow_run_id = '{run_id}' and type = 'markdown'"
+    )
     assert key == "verify-checks"
-    assert "| distribution | FAULT |" in text
+    assert "FAULT: zeros at" in data
 
     client, tracked = tracked_run(runs, run_id)
     tags, metrics = tracked.data.tags, tracked.data.metrics
@@ -92,4 +115,4 @@ def test_a_fault_is_a_failed_run_with_its_report(
     assert metrics["verify/faults"] >= 1
     assert metrics["check/distribution/mean_kl"] > 0.01
     kept = Path(client.download_artifacts(tracked.info.run_id, "report.json")).read_text()
-    assert json.loads(kept) == answer.report
+    assert json.loads(kept) == json.loads(out.read_text())

@@ -50,11 +50,6 @@ def test_the_coarse_kl_never_exceeds_the_full_kl(
     coarse, full = kl_of(reference, aligned), full_kl(made.trained, served)
     assert (coarse >= 0).all()
     assert (coarse <= full * (1 + 1e-5) + noise).all()
-    at_base = replace(made.reference(kept), trained=reference).base
-    assert at_base is not None
-    base = replace(at_base, ids=reference.ids)
-    coarse = kl_of(base, aligned)
-    assert (coarse <= full_kl(made.base, served) * (1 + 1e-5) + noise).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

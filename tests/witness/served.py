@@ -32,12 +32,12 @@ def assert_delivered(tmp_path: Path, source: Path, *more: str) -> dict[str, floa
     return drifts
 
 
-def verify(tmp_path: Path, url: str, source: Path, name: str = "") -> tuple[int, str]:
-    """Run `flows/verify.py` without `out=`; returns exit status and output."""
+def verify(tmp_path: Path, url: str, source: Path, name: str = "", *more: str) -> tuple[int, str]:
+    """Run `flows/verify.py`; returns exit status and output."""
     cwd = tmp_path / "elsewhere"
     cwd.mkdir(exist_ok=True)
     named = [f"name={name}"] if name else []
-    words = command("verify", f"url={url}", f"source={source}", *named)
+    words = command("verify", f"url={url}", f"source={source}", *named, *more)
     done = run_in_empty(cwd, words, env=environment(), timeout=580)
     return done.returncode, done.stdout
 

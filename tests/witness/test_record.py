@@ -128,16 +128,18 @@ def test_a_model_that_fsdp_has_sharded(base: Path, tmp_path: Path) -> None:
     assert of_files(load(base, base), trained.fingerprint()).mean_kl < 1e-6
 
 
+def saved(out: Path, **kwargs: Any) -> None:
+    args = SimpleNamespace(output_dir=str(out))
+    WitnessCallback().on_save(args, SimpleNamespace(global_step=1), None, **kwargs)
+
+
 def test_a_record_that_fails_does_not_end_a_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    args = SimpleNamespace(output_dir=str(tmp_path), bf16=False, fp16=False)
-    state = SimpleNamespace(global_step=3, epoch=0.1)
     with caplog.at_level(logging.WARNING, "plumbline.witness"):
-        WitnessCallback().on_save(args, state, None, model=None, processing_class=object())
-        WitnessCallback().on_save(args, state, None, model=None)
+        saved(tmp_path, model=None, processing_class=object())
+        saved(tmp_path, model=None)
     assert len(caplog.messages) == 2
-    assert "tokenizer" in caplog.messages[1]
     assert not list(tmp_path.iterdir())
 
 
@@ -152,21 +154,14 @@ def test_the_users_own_prompts_and_rows(
     model, tokenizer = (
         kind.from_pretrained(base) for kind in (AutoModelForCausalLM, AutoTokenizer)
     )
-    args = SimpleNamespace(output_dir=str(tmp_path), bf16=False, fp16=False)
     loader = SimpleNamespace(dataset=[{"input_ids": [5, 6, 7]}] * 3)
-
-    def recorded(rows: str) -> list[tuple[str, str | None]]:
-        monkeypatch.setenv("PLUMBLINE_WITNESS_ROWS", rows)
-        WitnessCallback().on_save(
-            args, SimpleNamespace(global_step=1, epoch=0.1), None,
-            model=model, processing_class=tokenizer, train_dataloader=loader,
-        )  # fmt: skip
+    for rows in (0, 2):
+        monkeypatch.setenv("PLUMBLINE_WITNESS_ROWS", str(rows))
+        saved(tmp_path, model=model, processing_class=tokenizer, train_dataloader=loader)
         probes = Trained(tmp_path).facts("checkpoint-1")["probes"]
-        return [(p["kind"], p["text"]) for p in probes if p["kind"] in ("prompt", "row")]
-
-    texts = [("prompt", "3 plus 4?"), ("prompt", "12 plus 9?")]
-    assert recorded("0") == texts
-    assert recorded("2") == [*texts, ("row", None), ("row", None)]
+        own = [(p["kind"], p["text"]) for p in probes if p["kind"] in ("prompt", "row")]
+        texts = [("prompt", "3 plus 4?"), ("prompt", "12 plus 9?")]
+        assert own == [*texts, *[("row", None)] * rows]
 
 
 def test_rows_of_several_trainers() -> None:

@@ -109,15 +109,13 @@ def streaming(asked: Asked) -> Row:
         whole = _greedy(asked, asked.model, prompt)
         streamed = _greedy(asked, asked.model, prompt, stream=True)
         differs = _parted(asked, asked.model, prompt, whole, streamed)
-        if differs and _greedy(asked, asked.model, prompt) != whole:
-            differs = None  # the server does not repeat itself either
-        if differs:
+        if differs and _greedy(asked, asked.model, prompt) == whole:  # it repeats itself
             text = f"not streamed {whole.text[:40]!r}, streamed {streamed.text[:40]!r}"
             return Row(name, "fault", text, measured, _cause(name))
-        unclear += differs is None
+        unclear += differs is not False
     if unclear:
-        reason = f"greedy responses to {unclear} of {len(prompts)} prompts are not repeatable"
-        return Row(name, "unknown", reason, measured)
+        text = f"greedy responses to {unclear} of {len(prompts)} prompts are not repeatable"
+        return Row(name, "unknown", text, measured)
     return Row(name, "ok", f"{len(prompts)} responses are the same, streamed and not", measured)
 
 
@@ -150,10 +148,14 @@ def leak(asked: Asked) -> Row:
                     f"other models, {crowd} at a time, nearest to {nearest}"
                 )
                 return Row("leak", "fault", text, measured, _mixed(parents, name), limits)
-    other = _decoded(asked, names, sequences[0][: _LENGTH // 2])
-    if other is not None:
-        text = f"{other} generates other tokens beside requests for other models"
-        return Row("leak", "fault", text, measured, _mixed(parents, other), limits)
+    prompt = sequences[0][: _LENGTH // 2]
+    responses = {name: _greedy(asked, name, prompt) for name in names}
+    jobs = [*names] * 4
+    mixed_up = parallel(lambda name: _greedy(asked, name, prompt), jobs, len(jobs))
+    for name, made in zip(jobs, mixed_up, strict=True):
+        if _parted(asked, name, prompt, responses[name], made):
+            text = f"{name} generates other tokens beside requests for other models"
+            return Row("leak", "fault", text, measured, _mixed(parents, name), limits)
     text = f"{', '.join(names)} by turns, up to {CROWD} at a time: {worst:.1e} nats apart"
     return Row("leak", "ok", text, measured, limit=limits)
 
@@ -171,17 +173,6 @@ def _interleaved(
 
     by_job = dict(zip(jobs, parallel(ask, jobs, crowd), strict=True))
     return {name: [by_job[name, at] for at in range(len(sequences))] for name in names}
-
-
-def _decoded(asked: Asked, names: Sequence[str], prompt: Sequence[int]) -> str | None:
-    """Return a model whose greedy response changes beside the others; None if there is none."""
-    alone = {name: _greedy(asked, name, prompt) for name in names}
-    jobs = [*names] * 4
-    crowd = parallel(lambda name: _greedy(asked, name, prompt), jobs, len(jobs))
-    for name, made in zip(jobs, crowd, strict=True):
-        if _parted(asked, name, prompt, alone[name], made):
-            return name
-    return None
 
 
 def _parted(

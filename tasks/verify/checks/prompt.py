@@ -24,6 +24,20 @@ _LONGEST = 4096
 """Tokens of the prompt that looks for silent cuts."""
 
 
+class Difference(NamedTuple):
+    """First difference of two token sequences, and a few tokens of both from there on."""
+
+    kind: str  # a key of `_CAUSES`, "inserted", "removed" or "other"
+    position: int
+    trained: tuple[int, ...]
+    served: tuple[int, ...]
+
+    def details(self) -> dict[str, float | str]:
+        """Return position and tokens for a report."""
+        trained, served = str(self.trained), str(self.served)
+        return {"position": self.position, "trained": trained, "served": served}
+
+
 def template(asked: Asked) -> Row:
     """Compare the server's rendering of the conversations with the training's."""
     name = "template"
@@ -34,8 +48,7 @@ def template(asked: Asked) -> Row:
     try:
         for probe in chats:
             rendered = asked.server.render(asked.model, probe.messages or (), probe.tools)
-            differs = _difference(asked, _ids(asked, probe), rendered)
-            if differs is not None:
+            if differs := _difference(asked, _ids(asked, probe), rendered):
                 differing.append((probe, differs))
     except UnsupportedError:
         return _lengths(asked, chats)
@@ -63,18 +76,18 @@ def _ids(asked: Asked, probe: Probe) -> tuple[int, ...]:
 
 def _lengths(asked: Asked, chats: Sequence[Probe]) -> Row:
     """Compare numbers of tokens, where a server tells no ids: a difference is a fault."""
+    name = "template"
     for probe in chats:
         ids = _ids(asked, probe)
         length = asked.server.generate(asked.model, probe.messages or (), 1)[0].prompt_length
         if length is None:
-            reason = "the server does not tell the tokens of a conversation"
-            return Row("template", "unknown", reason)
+            return Row(name, "unknown", "the server does not tell the tokens of a conversation")
         if length < len(ids) or (length > len(ids) and len(ids) < LIMIT):
             text = f"conversation {probe.number} has {length} tokens, {len(ids)} in training"
             measured = {"served": float(length), "trained": float(len(ids))}
-            return Row("template", "fault", text, measured, _cause("template"))
-    reason = f"{len(chats)} conversations have as many tokens as in training; not told which"
-    return Row("template", "unknown", reason)
+            return Row(name, "fault", text, measured, _cause(name))
+    text = f"{len(chats)} conversations have as many tokens as in training; not told which"
+    return Row(name, "unknown", text)
 
 
 def _template_causes(
@@ -96,17 +109,13 @@ def _template_causes(
 
 def tokens(asked: Asked) -> Row:
     """Compare the server's tokens of the public texts with the training's."""
-    name = "tokens"
-    texts = [
-        (probe, probe.text)
-        for probe in asked.reference.tokenised
-        if probe.kind in ("text", "prompt") and probe.text is not None
-    ]
+    name, kinds = "tokens", ("text", "prompt")
+    texts = [probe for probe in asked.reference.tokenised if probe.kind in kinds and probe.text]
     if not texts:
         return Row(name, "unknown", "the reference has no texts; a witness has them")
-    for probe, text in texts:
-        differs = _difference(asked, probe.ids, asked.server.tokenize(asked.model, text))
-        if differs is not None:
+    for probe in texts:
+        served = asked.server.tokenize(asked.model, probe.text or "")
+        if differs := _difference(asked, probe.ids, served):
             place = f"{probe.kind} {probe.number} differs at token {differs.position}"
             code = differs.kind if differs.kind.startswith("bos-") else "tokenizer"
             line = f"{place}: {_shown(asked, differs)}"
@@ -114,38 +123,14 @@ def tokens(asked: Asked) -> Row:
     return Row(name, "ok", f"{len(texts)} texts, the same tokens", {"texts": len(texts)})
 
 
-class Difference(NamedTuple):
-    """First difference of two token sequences, and a few tokens of both from there on."""
-
-    kind: str  # a key of `_CAUSES`, "inserted", "removed" or "other"
-    position: int
-    trained: tuple[int, ...]
-    served: tuple[int, ...]
-
-    def details(self) -> dict[str, float | str]:
-        """Return position and tokens for a report."""
-        trained, served = str(self.trained), str(self.served)
-        return {"position": self.position, "trained": trained, "served": served}
-
-
-def _difference(asked: Asked, ids: Sequence[int], served: Sequence[int]) -> Difference | None:
-    bos = asked.reference.token_settings("tokenizer").get("bos_token_id")
-    return difference(ids, served, cut=len(ids) >= LIMIT, bos=bos)
-
-
-def difference(
-    trained: Sequence[int], served: Sequence[int], *, cut: bool = False, bos: int | None = None
-) -> Difference | None:
-    """Return the first difference; None if there is none.
-
-    `cut` says that `trained` is only the beginning of a longer sequence.
-    """
-    trained, served = tuple(trained), tuple(served)
+def _difference(asked: Asked, ids: Sequence[int], other: Sequence[int]) -> Difference | None:
+    """Return the first difference of the training's tokens and the server's; None without one."""
+    trained, served, cut = tuple(ids), tuple(other), len(ids) >= LIMIT  # the rest is unknown
     if trained == (served[: len(trained)] if cut else served):
         return None
-    pairs = zip(trained, served, strict=False)
-    shorter = min(len(trained), len(served))
-    at = next((at for at, (t, s) in enumerate(pairs) if t != s), shorter)
+    pairs = enumerate(zip(trained, served, strict=False))
+    at = next((at for at, (t, s) in pairs if t != s), min(len(trained), len(served)))
+    bos = asked.reference.token_settings("tokenizer").get("bos_token_id")
     window = slice(at, at + _WINDOW)
     return Difference(_kind(trained, served, at, cut, bos), at, trained[window], served[window])
 
@@ -179,15 +164,14 @@ def _same(a: tuple[int, ...], b: tuple[int, ...], cut: bool, fewest: int = 1) ->
 
 def _shown(asked: Asked, differs: Difference) -> str:
     """Return both sides around a difference, as text where the reference has a tokenizer."""
-    sides: dict[str, Any] = {"training": list(differs.trained), "server": list(differs.served)}
+    sides: list[Any] = [list(differs.trained), list(differs.served)]
     path = asked.reference.folder / "tokenizer.json"
     if path.is_file() and find_spec("tokenizers") is not None:
         from tokenizers import Tokenizer
 
         decode = Tokenizer.from_file(str(path)).decode
-        texts = {side: decode(ids, skip_special_tokens=False) for side, ids in sides.items()}
-        sides = {side: repr(text) for side, text in texts.items()}
-    return ", ".join(f"{side} {shown}" for side, shown in sides.items())
+        sides = [repr(decode(ids, skip_special_tokens=False)) for ids in sides]
+    return f"training {sides[0]}, server {sides[1]}"
 
 
 def eos(asked: Asked) -> Row:
@@ -222,8 +206,8 @@ def eos(asked: Asked) -> Row:
                     break
     stops_at = ", ".join(map(str, sorted(seen)))
     if seen != set(wanted):
-        reason = f"not all of the tokens {wanted} were generated, and the server takes no bias"
-        return Row(name, "unknown", reason, {"stops_at": stops_at})
+        text = f"not all of the tokens {wanted} were generated, and the server takes no bias"
+        return Row(name, "unknown", text, {"stops_at": stops_at})
     return Row(name, "ok", f"responses end at token {stops_at}", {"stops_at": stops_at})
 
 
@@ -238,10 +222,8 @@ def _stops(asked: Asked, prompt: Prompt, token: int, options: Mapping[str, Any])
     """Return True if a response ended at a token; None if the token was not generated."""
     try:
         (made,) = asked.server.generate(asked.model, prompt, 2, temperature=0, **options)
-    except UnsupportedError:
-        return None
     except ServerError as error:
-        if error.code == "request" and options:
+        if isinstance(error, UnsupportedError) or (error.code == "request" and options):
             return None
         raise
     if made.finish == "stop":
@@ -254,8 +236,7 @@ def _stops(asked: Asked, prompt: Prompt, token: int, options: Mapping[str, Any])
 def context(asked: Asked) -> Row:
     """Check the server's context: as long as the training's rows, and nothing is cut silently."""
     name, reference, length = "context", asked.reference, asked.length(asked.model)
-    row = reference.facts.get("longest_row")
-    trained = max((row if isinstance(row, int) else 0, *map(len, reference.sequences)))
+    trained = max((int(reference.facts.get("longest_row") or 0), *map(len, reference.sequences)))
     measured: dict[str, float | str] = {"trained": trained}
     if length is not None:
         measured["served"] = length
@@ -263,8 +244,7 @@ def context(asked: Asked) -> Row:
             text = f"the server takes {length} tokens, a row of the training data has {trained}"
             limit = {"served": float(trained)}
             return Row(name, "fault", text, measured, _cause("context-short"), limit)
-    size = max(trained, 512)
-    size = min(size, _LONGEST, length - 1 if length else size)
+    size = min(max(trained, 512), _LONGEST, length - 1 if length else _LONGEST)
     joined = [token for ids in reference.sequences for token in ids]
     prompt = (joined * (size // len(joined) + 1))[:size]
     try:
@@ -272,10 +252,10 @@ def context(asked: Asked) -> Row:
     except ServerError as error:
         if error.code != "length":
             raise
+        text = f"a prompt of {size} tokens is refused: {error.message}"
         if size <= trained:
-            text = f"a prompt of {size} tokens is refused: {error.message}"
             return Row(name, "fault", text, measured, _cause("context-short"))
-        return Row(name, "ok", f"a prompt of {size} tokens is refused, not cut", measured)
+        return Row(name, "ok", text, measured)
     used = len(made.prompt_ids) if made.prompt_ids is not None else made.prompt_length
     if used is None:
         return Row(name, "unknown", "the server does not tell the prompt's length", measured)

@@ -47,10 +47,7 @@ class Settings:
     min_p: float = 0.0
 
     def __str__(self) -> str:
-        return (
-            f"temperature {self.temperature:.2g}, top_k {self.top_k}, top_p {self.top_p:.2g}, "
-            f"min_p {self.min_p:.2g}"
-        )
+        return ", ".join(f"{name} {value:g}" for name, value in vars(self).items())
 
     def probabilities(self, logp: NDArray[Any]) -> NDArray[Any]:
         """Return the probabilities of sampling ids, and of all others as the last, shape (K+1,).
@@ -109,19 +106,23 @@ def sampling(asked: Asked) -> Row:
     made = parallel(lambda row: _sample(asked, row, until), places * ROUNDS, 4)
     rows = [sampled for sampled in made if sampled is not None]
     candidates = (recorded, Settings()) if recorded == _DEFAULTS else (recorded,)
-    tests = [(expected(rows, settings), settings) for settings in candidates]
-    test, settings = min(tests, key=lambda test: abs(test[0].surprisal - test[0].mean))
-    count, surprisal, mean, deviation = test
+    tests = [(surprisal_of(rows, settings), settings) for settings in candidates]
+    test, settings = min(tests, key=lambda test: abs(test[0].excess))
+    count, mean, excess, deviation = test
     if count < FEWEST:
         return Row(name, "unknown", f"{count} sampled tokens are too few", {"samples": count})
     # Rounding of the server's logits moves a mean by at most sqrt(2 KL) standard deviations.
     doubt = DOUBT + (2 * kl * count) ** 0.5 / max(settings.temperature, 0.02)
-    allowed, excess = doubt * deviation + SLACK, surprisal - mean
-    z = excess / max(deviation, 1e-9)
-    numbers = {"z": z, "surprisal": surprisal, "excess": excess, "samples": float(count)}
+    allowed = doubt * deviation + SLACK
+    numbers = {
+        "z": excess / max(deviation, 1e-9),
+        "surprisal": mean + excess,
+        "excess": excess,
+        "samples": float(count),
+    }
     seen = (
-        f"{count} tokens, sampled without parameters, have a surprisal of {surprisal:.2f} nats, "
-        f"expected {mean:.2f} +- {allowed:.2f}"
+        f"{count} tokens, sampled without parameters, have a surprisal of {mean + excess:.2f} "
+        f"nats, expected {mean:.2f} +- {allowed:.2f}"
     )
     if abs(excess) > allowed:
         how = "a higher temperature" if excess > 0 else "a lower temperature or a cut-off"
@@ -137,21 +138,21 @@ def sampling(asked: Asked) -> Row:
         return Row(name, "fault", text, numbers, (cause,), {"excess": allowed})
     heat = settings.temperature  # beside one that every user would tell from it
     other = replace(settings, temperature=heat * COARSE if heat > 1 - COARSE else heat + 1 - COARSE)
-    if abs(expected(rows, other, settings).mean - mean) < allowed + 2 * deviation:
+    if abs(surprisal_of(rows, other, settings).mean - mean) < allowed + 2 * deviation:
         return Row(name, "unknown", f"{seen}: they do not tell temperatures apart here", numbers)
     return Row(name, "ok", f"{seen}, as recorded", numbers, limit={"excess": allowed})
 
 
 class Surprisal(NamedTuple):
-    """Mean surprisal of sampled tokens, the one expected, and its standard deviation (nats)."""
+    """Surprisal of sampled tokens (nats per token): expected, above it, its standard deviation."""
 
     tokens: int
-    surprisal: float
     mean: float
+    excess: float
     deviation: float
 
 
-def expected(
+def surprisal_of(
     rows: Sequence[Sampled], settings: Settings, counted: Settings | None = None
 ) -> Surprisal:
     """Compare the surprisal of sampled tokens with that under some settings.
@@ -168,7 +169,7 @@ def expected(
         mean += number * moments[0]
         variance += number * moments[1]
     share = 1 / max(count, 1)
-    return Surprisal(count, seen * share, mean * share, max(variance, 0.0) ** 0.5 * share)
+    return Surprisal(count, mean * share, (seen - mean) * share, max(variance, 0.0) ** 0.5 * share)
 
 
 def expected_settings(reference: Reference) -> Settings:
@@ -207,8 +208,7 @@ def _sample(asked: Asked, row: int, until: float) -> Sampled | None:
     """Sample tokens at a position; None if it is too late, or the server too slow."""
     if time.monotonic() > until:
         return None
-    reference = asked.reference
-    prompt = reference.prefixes[row]
+    reference, prompt = asked.reference, asked.reference.prefixes[row]
     try:
         responses = asked.server.generate(asked.model, prompt, 1, n=EACH)
     except ServerError as error:

@@ -76,7 +76,7 @@ def distribution(asked: Asked) -> Row:
         f"not the trained model's log-probabilities: {amount}, p95 KL {measured.p95_kl:.1e}, "
         f"top-1 agreement {measured.top1_agreement:.3f}"
     )
-    return Row(name, "fault", text, numbers, (*swapped, *causes(asked)), limits)
+    return Row(name, "fault", text, numbers, (*swapped, *_causes(asked)), limits)
 
 
 def _swapped(asked: Asked) -> tuple[Cause, ...]:
@@ -86,19 +86,13 @@ def _swapped(asked: Asked) -> tuple[Cause, ...]:
         try:
             is_trained = asked.is_trained(other)
         except ServerError as error:
-            if error.code not in ("model", "missing", "length", "request"):
+            if error.code not in ("missing", "length", "request"):
                 raise
             continue  # this name does not take our probes, so that it is another model
         if is_trained:
-            return (
-                Cause(
-                    "adapters-swapped",
-                    f"{other!r} answers as the model that {asked.model!r} should be "
-                    f"(mean KL {asked.distance(other).mean_kl:.1e})",
-                    f"--lora-modules {asked.model}={asked.reference.folder}, and the folder of "
-                    f"{other!r} under its own name",
-                ),
-            )
+            text = f"{other!r} answers as the model that {asked.model!r} should be"
+            hint = f"exchange them: --lora-modules {asked.model}={asked.reference.folder}"
+            return (Cause("adapters-swapped", text, hint),)
     return ()
 
 
@@ -117,31 +111,28 @@ def adapter(asked: Asked) -> Row:
         "adapter_kl": measured.signal,
     }
     limits, tolerance = {"dose": 1.0}, asked.tolerance(measured)
+    part = f"{measured.text} of the adapter answers"
+    moves = f"the adapter moves these probes by {measured.signal:.1e} nats"
     if measured.signal <= asked.noise:
-        text = (
-            f"the adapter moves the model by {measured.signal:.1e} nats, as little as the "
-            f"trainer's rounding ({asked.noise:.1e}): rows of the training data can tell"
-        )
+        text = f"{moves}, as little as the trainer's rounding ({asked.noise:.1e}): {_MORE}"
         return Row(name, "unknown", text, numbers)
     if tolerance > BLURRED:
-        text = (
-            f"{measured.text} of the adapter answers, which moves these probes by "
-            f"{measured.signal:.1e} nats, far below the noise of {asked.format}: a record with "
-            "rows of the training data (plumbline-witness) or smoke.texts=<them> can tell"
-        )
+        text = f"{part}, but {moves}, far below the noise of {asked.format}: {_MORE}"
         return Row(name, "unknown", text, numbers)
     if not asked.is_whole(measured):
-        text = f"{measured.text} of the adapter answers under {model!r}, expected 1"
-        return Row(name, "fault", text, numbers, causes(asked), limits)
+        text = f"{part} under {model!r}, expected 1"
+        return Row(name, "fault", text, numbers, tuple(_causes(asked)), limits)
     if not measured.is_certain:
-        text = f"{measured.text} of the adapter answers: too uncertain to tell 1 from 0.5"
+        text = f"{part}: too uncertain to tell 1 from 0.5"
         return Row(name, "unknown", text, numbers, limit=limits)
     least = 1 - max(min(tolerance, BLURRED / 2), measured.high - measured.low)
-    text = (
-        f"{measured.text} of the adapter answers under {model!r}; less than {least:.2f} would have "
-        "been seen"
-    )
+    text = f"{part} under {model!r}; less than {least:.2f} would have been seen"
     return Row(name, "ok", text, numbers, limit=limits)
+
+
+_MORE = (
+    "a record with rows of the training data (plumbline-witness), or smoke.texts=<them>, can tell"
+)
 
 
 def base(asked: Asked) -> Row:
@@ -154,8 +145,7 @@ def base(asked: Asked) -> Row:
     numbers: dict[str, float | str] = {"mean_kl": measured.mean_kl, "p95_kl": measured.p95_kl}
     limits = {"mean_kl": limit.mean_kl, "p95_kl": limit.p95_kl}
     if leaked is not None:
-        numbers["dose"] = leaked.value
-        limits["dose"] = 0.0
+        numbers["dose"], limits["dose"] = leaked.value, 0.0
     if leaked is not None and leaked.low > 0 and leaked.value > TOLERANCE:
         text = f"{leaked.text} of the adapter answers under the base's name {own!r}, expected 0"
         cause = Cause(
@@ -166,39 +156,39 @@ def base(asked: Asked) -> Row:
             "until the engine is fixed (vLLM #42008, #49063)",
         )
         return Row(name, "fault", text, numbers, (cause,), limits)
+    kl = f"mean KL {measured.mean_kl:.1e} nats per token (limit {limit.mean_kl:.1e})"
     if measured.mean_kl <= limit.mean_kl and measured.p95_kl <= limit.p95_kl:
-        text = f"{own!r} answers as the base of the training: mean KL {measured.mean_kl:.1e}"
+        text = f"{own!r} answers as the base of the training: {kl}"
         return Row(name, "ok", text, numbers, limit=limits)
-    text = (
-        f"{own!r} is not the base of the training: mean KL {measured.mean_kl:.1e} nats per token "
-        f"(limit {limit.mean_kl:.1e})"
-    )
-    reference = asked.reference
-    if reference.quantization not in ("", "none"):
-        source = typed("source", reference.folder)
-        cause = Cause(
-            "nf4-on-16-bit",
-            f"the adapter was trained on a base in {reference.quantization}; {own!r} is stored in "
-            "another way",
-            f"merge into the dequantized base: python flows/deliver.py {source} base=<the base> "
-            "out=<a new folder>; or serve it quantised as in training",
-        )
+    if asked.reference.quantization not in ("", "none"):
+        cause = _nf4_on_16_bit(asked)
     else:
-        recorded = (reference.facts.get("base") or {}).get("name")
+        recorded = (asked.reference.facts.get("base") or {}).get("name")
         cause = Cause(
             "other-base",
             f"{own!r} is another model, or another revision, than the one that was trained",
             f"serve the base of the record: {recorded or 'its name was not recorded'}",
         )
+    text = f"{own!r} is not the base of the training: {kl}"
     return Row(name, "fault", text, numbers, (cause,), limits)
 
 
-def causes(asked: Asked) -> tuple[Cause, ...]:
-    """Return the likely causes of a fault of the weights, the likeliest first; at least one."""
-    return tuple(_causes(asked))
+def _nf4_on_16_bit(asked: Asked) -> Cause:
+    return Cause(
+        "nf4-on-16-bit",
+        f"the adapter was trained on a base in {asked.reference.quantization}, and the server's is "
+        "stored in another way",
+        f"merge into the dequantized base: {_merge(asked)}; or serve it quantised as in training",
+    )
+
+
+def _merge(asked: Asked) -> str:
+    source = typed("source", asked.reference.folder)
+    return f"python flows/deliver.py {source} base=<the base> out=<a new folder>"
 
 
 def _causes(asked: Asked) -> Iterator[Cause]:
+    """Yield the likely causes of a fault of the weights, the likeliest first; at least one."""
     reference, model, folder = asked.reference, asked.model, asked.reference.folder
     distance, kl = asked.distance(model), asked.distance(model).mean_kl
     is_within = not distance.beyond(asked.limit)
@@ -209,11 +199,9 @@ def _causes(asked: Asked) -> Iterator[Cause]:
     is_whole = dose is not None and dose.is_whole
     to_base = asked.from_base(model)
     from_base = to_base.mean_kl if to_base else math.inf
-    own = asked.base if asked.base != model else None
-    served_base = asked.from_base(own) if own is not None else None
-    base_kl = served_base.mean_kl if served_base else kl
+    served_base = asked.from_base(asked.base if asked.base != model else None)
     has_base = served_base is not None and not served_base.beyond(asked.limit)
-    siblings = {name: each.mean_kl for name, each in asked.from_siblings(model).items()}
+    siblings = asked.from_siblings(model)
     sibling = min(siblings, key=lambda name: siblings[name], default="")
     from_sibling = siblings.get(sibling, math.inf)
 
@@ -228,20 +216,19 @@ def _causes(asked: Asked) -> Iterator[Cause]:
     is_partial = is_free and dose is not None and not is_whole
     is_near = is_free and kl <= STRANGE
 
+    merge = _merge(asked)
+    load = f"load {folder} under this name: --lora-modules {model}={folder}"
     seen = f"mean KL {kl:.1e}, while the base on this server is exact"
     if dose is not None and not is_whole:
         seen = (
             f"{dose.text} of the adapter answers; the rest of the difference is {remainder:.0%} of "
             "the adapter's effect"
         )
-    source = typed("source", folder)
-    merge = f"python flows/deliver.py {source} base=<the base> out=<a new folder>"
-    load = f"load {folder} under this name: --lora-modules {model}={folder}"
     scaled = Cause(
         "adapter-scaled",
         f"{seen}: its scale is not {_scale(reference.adapter, share)}",
         f"compare r, lora_alpha, use_rslora and rank_pattern in {folder}/adapter_config.json "
-        "with the record; merge with python flows/deliver.py, which uses the adapter's own scale",
+        f"with the record; or merge it, by the adapter's own scale: {merge}",
     )
     elsewhere = Cause("other-adapter", f"{seen}: an adapter of another training", load)
     if is_base:
@@ -256,8 +243,8 @@ def _causes(asked: Asked) -> Iterator[Cause]:
     if is_other:
         yield Cause(
             "other-checkpoint" if sibling.startswith("checkpoint-") else "other-adapter",
-            f"{model!r} answers as {sibling} (KL {from_sibling:.1e}), not as "
-            f"{folder.name} (KL {kl:.1e})",
+            f"{model!r} answers as {sibling} (KL {from_sibling:.1e}), not as {folder.name} "
+            f"(KL {kl:.1e})",
             f"{load}, and restart the server, or verify what is served: "
             f"{typed('source', folder.parent / sibling)}",
         )
@@ -296,14 +283,7 @@ def _causes(asked: Asked) -> Iterator[Cause]:
             "and start without --rope-scaling, --rope-theta and --hf-overrides",
         )
     if is_near and reference.quantization in ("nf4", "fp4", "int8") and not has_base:
-        yield Cause(
-            "nf4-on-16-bit",
-            f"the adapter was trained on a base in {reference.quantization}, and the server's "
-            f"differs from it (KL {base_kl:.1e}): the adapter is applied to, or merged into, the "
-            "16-bit base",
-            f"merge into the dequantized base: {merge}; or serve the base as in training, by an "
-            "engine that loads it in 4 bits",
-        )
+        yield _nf4_on_16_bit(asked)
     # A large scale moves logits by less than in proportion.
     if is_near and is_whole and has_base and kl > ROUNDING:
         yield scaled
@@ -313,8 +293,7 @@ def _causes(asked: Asked) -> Iterator[Cause]:
             f"the model is the trained one with coarser numbers (mean KL {kl:.1e}): quantised "
             "weights or a quantised KV cache",
             "start the server with --dtype bfloat16 --kv-cache-dtype auto and without "
-            "--quantization (vLLM's /metrics show cache_dtype); if it is meant to be quantised, "
-            "profile=relaxed",
+            "--quantization; if it is meant to be quantised, profile=relaxed",
         )
     if is_free:
         yield Cause(
@@ -328,9 +307,8 @@ def _causes(asked: Asked) -> Iterator[Cause]:
 
 def _scale(adapter: Mapping[str, Any], share: float) -> str:
     """Return the scale of an adapter, and whether that of rsLoRA was lost."""
-    rank = adapter.get("r")
+    rank, alpha = adapter.get("r"), adapter.get("lora_alpha", "alpha")
     if not adapter.get("use_rslora"):
-        return f"{adapter.get('lora_alpha', 'alpha')}/{rank or 'r'}"
-    scale = f"{adapter.get('lora_alpha', 'alpha')}/sqrt(r)"
-    lost = bool(rank) and abs(share * math.sqrt(rank or 1) - 1) < 0.2
-    return f"{scale}; rsLoRA's scale was lost" if lost else scale
+        return f"{alpha}/{rank or 'r'}"
+    is_lost = rank is not None and abs(share * math.sqrt(rank) - 1) < 0.2
+    return f"{alpha}/sqrt(r)" + ("; rsLoRA's scale was lost" if is_lost else "")

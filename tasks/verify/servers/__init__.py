@@ -18,48 +18,36 @@ from tasks.verify.servers.server import Server, ServerError
 
 
 def connect(
-    url: str,
-    key: str | None = None,
-    timeout_s: float = 120.0,
-    *,
-    workers: int = 8,
-    model: str | None = None,
+    url: str, timeout_s: float = 120.0, *, workers: int = 8, model: str | None = None
 ) -> Server:
-    """Return the server at an address; its endpoints tell the dialect.
+    """Return the server at an address, with or without `/v1`; its endpoints tell the dialect.
 
-    Args:
-        url: `http://host:8000`, with or without `/v1`.
-        key: API key; None for the variable PLUMBLINE_API_KEY.
-        workers: requests at the same time, unless a call says otherwise.
-        model: name to try the server with; None for the first one.
-
+    `workers` requests are sent at the same time, unless a call says otherwise; `model` is the name
+    to try the server with, by default its first one. The API key is read from PLUMBLINE_API_KEY.
     Raises ConfigError for an address that is none, ServerError if nothing answers there, the key is
     refused, or it is no such server.
     """
-    client = Client(url, key=key, timeout_s=timeout_s, workers=workers)
+    client = Client(url, timeout_s=timeout_s, workers=workers)
 
     def field(path: str, key: str) -> Any:
         document = client.optional(path)
         return document.get(key) if isinstance(document, dict) else None
 
     cards = field("/v1/models", "data")
-    if isinstance(cards, list) and cards and cards[0].get("owned_by") == "vllm":
+    is_openai = isinstance(cards, list)
+    if is_openai and cards and cards[0].get("owned_by") == "vllm":
         return OpenAiServer(client, "vllm", str(field("/version", "version") or ""), model)
     if field("/props", "default_generation_settings"):
         return LlamaCppServer(client)
     if field("/get_model_info", "model_path") or field("/model_info", "model_path"):
         version = field("/get_server_info", "version") or field("/server_info", "version")
         return SglangServer(client, "sglang", str(version or ""), model)
-    if field("/api/version", "version"):
-        raise ServerError(
-            f"{client.url} is Ollama, which verify does not ask",
-            hint="serve the GGUF by llama-server to verify it",
-            code="response",
-        )
-    if not isinstance(cards, list):
-        raise ServerError(
-            f"{client.url} answers, but no /v1/models is there",
-            hint="url= of vLLM, SGLang, llama-server or another OpenAI-compatible server",
-            code="response",
-        )
-    return OpenAiServer(client, model=model)
+    is_ollama = field("/api/version", "version")
+    if is_openai and not is_ollama:
+        return OpenAiServer(client, model=model)
+    raise ServerError(
+        f"{client.url} is {'Ollama' if is_ollama else 'no server of models: no /v1/models'}",
+        hint="url= of vLLM, SGLang, another OpenAI-compatible server, or llama-server, which "
+        "serves Ollama's GGUF file",
+        code="response",
+    )

@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -23,13 +22,16 @@ from tasks.verify.servers.server import ServerError
 
 EXCERPT = 300
 """Characters of a response that an error shows."""
+IDLE_S = 2.0
+"""Idle connections are closed after this time: servers close theirs after 5 s, and a request that
+meets that is lost."""
 # vLLM grants a prompt as long as the context no token: "max_tokens must be at least 1, got 0".
 _TOO_LONG = re.compile(
     r"context (length|size|window)|max_model_len|longer than|too long|max_tokens must be at least",
     re.I,
 )
 _LOGIN = ("login", f"export {KEY_VARIABLE}=... with a key of this server")
-_BUSY = ("busy", "fewer workers=, or wait until the server is ready")
+_BUSY = ("busy", "fewer workers=, a longer timeout_s=, or wait until the server is ready")
 _REFUSALS: Mapping[int, tuple[str, str]] = {
     401: _LOGIN, 403: _LOGIN, 429: _BUSY, 503: _BUSY,
     404: ("missing", ""), 405: ("missing", ""), 501: ("missing", ""),
@@ -43,20 +45,18 @@ _RESULT = TypeVar("_RESULT")
 class Client:
     """HTTP client of one server; see `connect` for the arguments. Threads may share it."""
 
-    def __init__(
-        self, url: str, *, key: str | None = None, timeout_s: float = 120.0, workers: int = 8
-    ) -> None:
+    def __init__(self, url: str, *, timeout_s: float = 120.0, workers: int = 8) -> None:
         address = _address(url)
         hide_in_url(address)
         self.url, self.workers, self._timeout_s = redact_url(address), workers, timeout_s
-        key = (key or os.environ.get(KEY_VARIABLE) or "").strip()
+        key = os.environ.get(KEY_VARIABLE, "").strip()
         if key:
             hide(key)
         self._client = httpx.Client(
             base_url=address,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),
             mounts=DIRECT,
         )
 
@@ -85,18 +85,14 @@ class Client:
             return None
 
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
-        """Send a JSON document; yield the server-sent events of the response."""
-        response = self._response(path, body, stream=True)
-        with self._readable(path):
-            for line in response.iter_lines():
-                content = line.removeprefix("data:").strip()
-                if not content.startswith("{"):
-                    continue
+        """Send a JSON document; yield the server-sent events of the response, once all are here."""
+        for line in self._response(path, body).text.splitlines():
+            content = line.removeprefix("data:").strip()
+            if content.startswith("{"):
                 part = self._parsed(path, content.encode())
                 if part.get("error"):
                     raise ServerError(f"{self.url}{path}: {_reason(content)}", code="request")
                 yield part
-        response.close()
 
     def _parsed(self, path: str, content: bytes) -> Any:
         try:
@@ -109,22 +105,19 @@ class Client:
                 code="response",
             ) from None
 
-    def _response(
-        self, path: str, body: Mapping[str, Any] | None, *, stream: bool = False
-    ) -> httpx.Response:
+    def _response(self, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
         """Return a successful response; wait where a busy server asks for it."""
         until, pause = time.monotonic() + self._timeout_s, 0.5
-        request = self._client.build_request("GET" if body is None else "POST", path, json=body)
         while True:
-            with self._readable(path):
-                try:
-                    response = self._client.send(request, stream=stream)
-                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                    # The server closed an idle connection at the same time.
-                    response = self._client.send(request, stream=stream)
-                if response.is_success:
-                    return response
-                response.read()
+            try:
+                response = self._client.request("GET" if body is None else "POST", path, json=body)
+            except httpx.HTTPError as error:
+                slow = isinstance(error, httpx.ReadTimeout)
+                code, hint = _BUSY if slow else ("unreachable", _START)
+                problem = f"no response within {self._timeout_s:g} s" if slow else error
+                raise ServerError(f"{self.url}{path}: {problem}", hint=hint, code=code) from None
+            if response.is_success:
+                return response
             after = response.headers.get("retry-after", "").strip()
             pause = float(after) if after.isdecimal() else min(2 * pause, 8.0)
             if response.status_code not in (429, 503) or time.monotonic() + pause > until:
@@ -141,24 +134,6 @@ class Client:
             code = "length"
         message = f"{self.url}{path}: {response.status_code}: {text}"
         return ServerError(message, hint=hint, code=code)
-
-    @contextmanager
-    def _readable(self, path: str) -> Iterator[None]:
-        """Raise ServerError for what can go wrong below HTTP."""
-        try:
-            yield
-        except httpx.ConnectTimeout:
-            problem, hint, code = "does not answer", _START, "unreachable"
-        except httpx.TimeoutException:
-            problem = f"no full response within {self._timeout_s:g} s"
-            hint, code = "a longer timeout_s=, or fewer workers=", "busy"
-        except (httpx.HTTPError, httpx.StreamError) as error:
-            problem, hint, code = f"{type(error).__name__}: {error}", _START, "unreachable"
-            if "CERTIFICATE" in problem:
-                hint = "export SSL_CERT_FILE=<the certificates to trust>"
-        else:
-            return
-        raise ServerError(f"{self.url}{path}: {problem}", hint=hint, code=code)
 
 
 def parallel(

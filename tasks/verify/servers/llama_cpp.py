@@ -12,11 +12,9 @@ from tasks.verify.servers.server import (
     Ids,
     Message,
     Prompt,
-    Scores,
     ServedModel,
     Server,
     Tools,
-    UnsupportedError,
     chat_fields,
     entry,
     is_chat,
@@ -47,17 +45,14 @@ class LlamaCppServer(Server):
     def models(self) -> tuple[ServedModel, ...]:
         return (self._model,)
 
-    def score(self, model: str, sequences: Sequence[Ids], workers: int = 0) -> list[Scores]:
-        raise UnsupportedError(f"{self.url} returns no log-probabilities of prompts")
-
     def next(
         self, model: str, prefixes: Sequence[Ids], workers: int = 0, cache: bool = True
     ) -> list[Entry]:
         body = {"n_predict": 1, "n_probs": _TOP, "temperature": 0, "logit_bias": self._bias}
         body |= {} if cache else {"cache_prompt": False}
 
-        def ask(prefix: Sequence[int]) -> Entry:
-            answer = self._completion(prefix, body)
+        def ask(prefix: Ids) -> Entry:
+            answer = self.client.post("/completion", {"prompt": list(prefix), **body})
             listed = answer.get("completion_probabilities") or [{}]
             tops = listed[0].get("top_logprobs") or ()
             return entry({int(top["id"]): top["logprob"] for top in tops})
@@ -77,19 +72,14 @@ class LlamaCppServer(Server):
         self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
     ) -> list[Generated]:
         if stream:
-            raise UnsupportedError(f"{self.url} does not stream tokens that are parts of a letter")
+            self._cannot("stream tokens that are parts of a letter")
+        respond = self._chat if is_chat(prompt) else self._complete
+        return parallel(lambda _: respond(prompt, count, more), range(n), self.client.workers)
 
-        def respond(_: int) -> Generated:
-            if is_chat(prompt):
-                return self._chat({"messages": list(prompt), "max_tokens": count, **more})
-            body = {"n_predict": count, "return_tokens": True, **more}
-            return _generated(self._completion(prompt, body))
-
-        return parallel(respond, range(n), self.client.workers)
-
-    def _chat(self, body: Mapping[str, Any]) -> Generated:
+    def _chat(self, prompt: Prompt, count: int, more: Mapping[str, Any]) -> Generated:
         # Log-probabilities are asked for because they name the ids.
-        answer = self.client.post("/v1/chat/completions", {**body, "logprobs": True})
+        body = {"messages": list(prompt), "max_tokens": count, **more, "logprobs": True}
+        answer = self.client.post("/v1/chat/completions", body)
         choice = answer["choices"][0]
         tokens = (choice.get("logprobs") or {}).get("content")
         return Generated(
@@ -99,15 +89,13 @@ class LlamaCppServer(Server):
             prompt_length=(answer.get("usage") or {}).get("prompt_tokens"),
         )
 
-    def _completion(self, ids: Prompt, body: Mapping[str, Any]) -> Any:
-        return self.client.post("/completion", {"prompt": list(ids), **body})
-
-
-def _generated(answer: Mapping[str, Any]) -> Generated:
-    stop, tokens = str(answer.get("stop_type", "")), answer.get("tokens")
-    return Generated(
-        ids=tuple(tokens) if tokens else None,
-        text=str(answer.get("content", "")),
-        finish=_FINISH.get(stop, stop),
-        prompt_length=answer.get("tokens_evaluated"),
-    )
+    def _complete(self, prompt: Prompt, count: int, more: Mapping[str, Any]) -> Generated:
+        body = {"prompt": list(prompt), "n_predict": count, "return_tokens": True, **more}
+        answer = self.client.post("/completion", body)
+        stop, tokens = str(answer.get("stop_type", "")), answer.get("tokens")
+        return Generated(
+            ids=tuple(tokens) if tokens else None,
+            text=str(answer.get("content", "")),
+            finish=_FINISH.get(stop, stop),
+            prompt_length=answer.get("tokens_evaluated"),
+        )

@@ -7,7 +7,7 @@ log-probabilities with token ids (vLLM), or the most likely next tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tasks.verify.servers.client import Client, parallel
@@ -22,22 +22,17 @@ from tasks.verify.servers.server import (
     Server,
     ServerError,
     Tools,
-    UnsupportedError,
     chat_fields,
     entry,
     is_chat,
 )
 
-WANTED = 100
-"""Ids per position, if the server allows as many."""
-FEW = 5
-"""Ids per position that every API allows: OpenAI's own takes no more."""
-_TRIAL = {"prompt": [1, 2, 3], "max_tokens": 1, "temperature": 0}
-"""Request to try a server with; every vocabulary has these tokens."""
-_LIMIT = re.compile(r"max(?:imum)? allowed:? (\d+)")
-_TOKEN = re.compile(r"token_id:(\d+)")
+WANTED = (100, 20, 5)
+"""Ids per position, as many as the server allows: vLLM 20 by default, OpenAI's own API 5."""
 _SGLANG_IDS = 50
 """Ids per position that are asked of SGLang."""
+_TOKEN = re.compile(r"token_id:(\d+)")
+_ONE = {"max_tokens": 1, "temperature": 0}
 
 
 class OpenAiServer(Server):
@@ -58,53 +53,36 @@ class OpenAiServer(Server):
 
     def models(self) -> tuple[ServedModel, ...]:
         cards = self.client.get("/v1/models")["data"]
-        models = [
-            ServedModel(
-                str(card["id"]), card.get("parent"), card.get("root"), card.get("max_model_len")
-            )
-            for card in cards
-        ]
+        keys = ("parent", "root", "max_model_len")
+        models = [ServedModel(str(card["id"]), *map(card.get, keys)) for card in cards]
         return tuple(sorted(models, key=lambda model: model.parent is not None))
 
     def score(self, model: str, sequences: Sequence[Ids], workers: int = 0) -> list[Scores]:
         if not self._scores_prompts:
-            raise UnsupportedError(f"{self.url} returns no log-probabilities of prompts")
-        return parallel(
-            lambda ids: self.score_one(model, list(ids)), sequences, workers or self.client.workers
-        )
+            return super().score(model, sequences)
+        ask = self.score_one
+        return parallel(lambda ids: ask(model, [*ids]), sequences, workers or self.client.workers)
 
     def score_one(self, model: str, ids: list[int]) -> Scores:
         """Return vLLM's prompt log-probabilities: one mapping of id to value per position."""
-        body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._top}
-        listed = self._choice(model, body).get("prompt_logprobs")
+        body = {"prompt": ids, "prompt_logprobs": self._top, **_ONE}
+        listed = self._choice(model, body).get("prompt_logprobs") or ()
         return [
             entry({int(token): value["logprob"] for token, value in (place or {}).items()})
-            for place in self.complete(listed, ids)[1:]
+            for place in listed[1:]
         ]
-
-    def complete(self, listed: Any, ids: Sequence[int]) -> list[Any]:
-        """Return a list with an entry for each token of a prompt; raise ServerError for others."""
-        count = len(listed) if isinstance(listed, list) else 0
-        if count != len(ids):
-            raise ServerError(
-                f"{self.url}: log-probabilities for {count} of {len(ids)} tokens",
-                hint="a proxy or a limit of the server may cut the prompt",
-                code="response",
-            )
-        return list(listed)
 
     def next(
         self, model: str, prefixes: Sequence[Ids], workers: int = 0, cache: bool = True
     ) -> list[Entry]:
         if not self._scores_next:
-            raise UnsupportedError(f"{self.url} returns no log-probabilities of next tokens")
-        return parallel(
-            lambda ids: self.next_one(model, list(ids)), prefixes, workers or self.client.workers
-        )
+            return super().next(model, prefixes)
+        ask = self.next_one
+        return parallel(lambda ids: ask(model, [*ids]), prefixes, workers or self.client.workers)
 
     def next_one(self, model: str, ids: list[int]) -> Entry:
         """Return the most likely next tokens after a prefix."""
-        body = {"prompt": ids, "max_tokens": 1, "temperature": 0, **_named(self._top)}
+        body = {"prompt": ids, **_ONE, **_named(self._top)}
         tops = (self._choice(model, body).get("logprobs") or {}).get("top_logprobs") or [{}]
         pairs = ((_id(token), value) for token, value in tops[0].items())
         return entry({token: value for token, value in pairs if token is not None})
@@ -114,25 +92,23 @@ class OpenAiServer(Server):
         try:
             return tuple(self.client.post("/tokenize", body)["tokens"])
         except ServerError as error:
-            if error.code != "missing":
-                raise
-            raise UnsupportedError(f"{self.url} has no /tokenize") from None
+            if error.code == "missing":
+                return super().tokenize(model, text)
+            raise
 
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         fields = chat_fields(messages, tools)
         # "auto" needs a parser of calls; the prompt is the same.
         choice = {"tools": fields["tools"], "tool_choice": "none"} if tools else {}
         ids = self.generate(model, fields["messages"], 1, **choice)[0].prompt_ids
-        if ids is None:
-            raise UnsupportedError(f"{self.url} does not tell the token ids of a conversation")
-        return ids
+        return super().render(model, messages) if ids is None else ids
 
     def generate(
         self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
     ) -> list[Generated]:
         chat = is_chat(prompt)
         if not chat and not self._completes:
-            raise UnsupportedError(f"{self.url} takes no token ids")
+            return super().generate(model, prompt, count)
         path = "/v1/chat/completions" if chat else "/v1/completions"
         body = {"max_tokens": count, **({"n": n} if n > 1 else {}), **more, **self.extras(model)}
         body["messages" if chat else "prompt"] = list(prompt)
@@ -156,36 +132,30 @@ class OpenAiServer(Server):
             self._scores_prompts = self._scores_next = True
             return
         choice = self._trial(model, _named)
-        tokens = ((choice or {}).get("logprobs") or {}).get("tokens") or [None]
         self._completes |= choice is not None
+        tokens = ((choice or {}).get("logprobs") or {}).get("tokens") or [None]
         self._scores_next = _id(tokens[0]) is not None
 
-    def _trial(self, model: str, fields: Any) -> dict[str, Any] | None:
+    def _trial(
+        self, model: str, fields: Callable[[int], Mapping[str, Any]]
+    ) -> Mapping[str, Any] | None:
         """Return the response with as many ids as the server allows; None if it refuses."""
-        count = WANTED
-        while count:
-            try:
-                choice = self._choice(model, {**_TRIAL, **fields(count)})
+        for self._top in WANTED:
+            try:  # every vocabulary has these tokens
+                return self._choice(model, {"prompt": [1, 2, 3], **_ONE, **fields(self._top)})
             except ServerError as error:
                 if error.code not in ("request", "missing"):
                     raise
-                limit = _LIMIT.search(error.message)
-                lower = int(limit[1]) if limit else FEW
-                count = lower if lower < count else 0
-            else:
-                self._top = count
-                return choice
         return None
 
-    def _post(self, path: str, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, model: str, body: Mapping[str, Any]) -> Any:
         answer = self.client.post(path, {"model": model, **body})
         if not isinstance(answer, dict) or not answer.get("choices"):
             raise ServerError(f"{self.url}{path}: a response without choices", code="response")
         return answer
 
-    def _choice(self, model: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        choice: dict[str, Any] = self._post("/v1/completions", model, body)["choices"][0]
-        return choice
+    def _choice(self, model: str, body: Mapping[str, Any]) -> Any:
+        return self._post("/v1/completions", model, body)["choices"][0]
 
 
 class SglangServer(OpenAiServer):
@@ -203,8 +173,7 @@ class SglangServer(OpenAiServer):
     def score_one(self, model: str, ids: list[int]) -> Scores:
         """Return the log-probabilities of a prompt: the most likely ids, and its own."""
         facts = self._scored(model, ids, logprob_start_len=0)
-        own = self.complete(facts.get("input_token_logprobs"), ids)
-        tops = self.complete(facts.get("input_top_logprobs"), ids)
+        own, tops = facts["input_token_logprobs"], facts["input_top_logprobs"]
         return [
             entry({int(token): value for value, token, *_ in [*(top or ()), mine]})
             for top, mine in zip(tops[1:], own[1:], strict=True)
@@ -228,11 +197,10 @@ class SglangServer(OpenAiServer):
         """Return the field that selects an adapter; chats of SGLang tell no token ids."""
         return {} if model in self._bases else {"lora_path": model}
 
-    def _scored(self, model: str, ids: list[int], **options: Any) -> Mapping[str, Any]:
+    def _scored(self, model: str, ids: list[int], **options: Any) -> Any:
         body = {"return_logprob": True, "top_logprobs_num": _SGLANG_IDS, **options}
         sampling = {"max_new_tokens": 1, "temperature": 0}
-        facts: Mapping[str, Any] = self._native(model, ids, sampling, **body)["meta_info"]
-        return facts
+        return self._native(model, ids, sampling, **body)["meta_info"]
 
     def _native(self, model: str, ids: list[Any], sampling: Mapping[str, Any], **body: Any) -> Any:
         body |= {**self.extras(model), "input_ids": ids, "sampling_params": sampling}
@@ -249,7 +217,7 @@ def _id(token: Any) -> int | None:
     return int(match[1]) if match else None
 
 
-def _generated(choice: Mapping[str, Any], prompt_ids: Any, length: Any = None) -> Generated:
+def _generated(choice: Mapping[str, Any], prompt_ids: Any = None, length: Any = None) -> Generated:
     text = choice["text"] if "text" in choice else (choice.get("message") or {}).get("content")
     prompt_ids, ids = prompt_ids or choice.get("prompt_token_ids"), choice.get("token_ids")
     return Generated(
@@ -270,7 +238,7 @@ def _joined(parts: Iterator[Mapping[str, Any]]) -> Generated:
             if isinstance(choice.get("token_ids"), list):
                 whole["token_ids"] = (whole["token_ids"] or []) + choice["token_ids"]
             whole["finish_reason"] = choice.get("finish_reason") or whole.get("finish_reason")
-    return _generated(whole, None)
+    return _generated(whole)
 
 
 def _of_sglang(answer: Mapping[str, Any]) -> Generated:

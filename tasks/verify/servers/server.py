@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,8 +73,8 @@ class Generated:
     prompt_length: int | None = None
 
 
-class Server(Protocol):
-    """A running server. All methods may be called by several threads at once.
+class Server:
+    """A running server; each dialect overrides what its API can do, by several threads at once.
 
     Every method raises ServerError if the server does not answer or refuses, and UnsupportedError
     for what the API cannot do.
@@ -86,9 +86,11 @@ class Server(Protocol):
 
     def models(self) -> Sequence[ServedModel]:
         """Return the names that the server answers to; the base before its adapters."""
+        raise NotImplementedError
 
     def score(self, model: str, sequences: Sequence[Ids], workers: int = 0) -> list[Scores]:
         """Return the prompt log-probabilities of sequences, `workers` requests at a time."""
+        self._cannot("return log-probabilities of prompts")
 
     def next(
         self, model: str, prefixes: Sequence[Ids], workers: int = 0, cache: bool = True
@@ -97,12 +99,15 @@ class Server(Protocol):
 
         `cache` lets the server use its prompt cache, as requests of users do.
         """
+        self._cannot("return log-probabilities of next tokens")
 
     def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
         """Return the token ids of a text; `special` adds those that begin a sequence (BOS)."""
+        self._cannot("tokenise texts")
 
     def render(self, model: str, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Return the ids of a conversation with the generation prompt, by the server's template."""
+        self._cannot("tell the token ids of a conversation")
 
     def generate(
         self, model: str, prompt: Prompt, count: int, n: int = 1, stream: bool = False, **more: Any
@@ -112,6 +117,10 @@ class Server(Protocol):
         `more` has names of vLLM (`temperature`, `top_p`, `seed`, `logit_bias`). What is left
         out is not sent, so that the server's own defaults hold.
         """
+        self._cannot("generate responses to token ids")
+
+    def _cannot(self, what: str) -> NoReturn:
+        raise UnsupportedError(f"{self.url} does not {what}")
 
 
 def entry(values: Mapping[int, float | None]) -> Entry:
@@ -153,18 +162,16 @@ def score(
     except UnsupportedError:
         pass
     places = [
-        sorted(set(np.linspace(len(ids) - 2, 0, min(most, len(ids) - 1)).round().astype(int)))
-        for ids in sequences
+        (number, at)
+        for number, ids in enumerate(sequences)
+        for at in np.unique(np.linspace(len(ids) - 2, 0, min(most, len(ids) - 1)).round())
     ]
-    prefixes = [
-        ids[: at + 1] for ids, chosen in zip(sequences, places, strict=True) for at in chosen
+    prefixes = [sequences[number][: int(at) + 1] for number, at in places]
+    known = dict(zip(places, server.next(model, prefixes, workers, cache), strict=True))
+    return [
+        [known.get((number, at), EMPTY) for at in range(len(ids) - 1)]
+        for number, ids in enumerate(sequences)
     ]
-    entries = iter(server.next(model, prefixes, workers, cache))
-    scored: list[Scores] = []
-    for ids, chosen in zip(sequences, places, strict=True):
-        known = {at: next(entries) for at in chosen}
-        scored.append([known.get(at, EMPTY) for at in range(len(ids) - 1)])
-    return scored
 
 
 def is_chat(prompt: Prompt) -> bool:

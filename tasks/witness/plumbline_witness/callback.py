@@ -8,6 +8,7 @@ never ends a training: what goes wrong is logged, and the checkpoint has no reco
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -41,22 +42,23 @@ class WitnessCallback(TrainerCallback):
     def __init__(self, prompts: Sequence[str] | None = None, rows: int | None = None) -> None:
         self._prompts = prompts
         self._rows = int(os.environ.get(ROWS, "4")) if rows is None else rows
-        self._last: tuple[int, Path] | None = None
+        self._last: int | None = None  # step of the last record
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the model that has just been saved. Called on every rank."""
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self._take(folder, state, kwargs)
+        self._take(Path(args.output_dir) / f"checkpoint-{state.global_step}", state, kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the final model in the output folder, where `save_model` puts it."""
+        out = Path(args.output_dir)
         # The best model, if that was loaded at the end, is another one than the last.
-        is_last = state.best_model_checkpoint is None
-        if self._last is not None and self._last[0] == state.global_step and is_last:
+        if self._last == state.global_step and state.best_model_checkpoint is None:
             if state.is_world_process_zero:
-                _copy(self._last[1], Path(args.output_dir) / FOLDER)
+                record = out / f"checkpoint-{self._last}" / FOLDER
+                with contextlib.suppress(OSError):  # a record is never worth a training
+                    shutil.copytree(record, out / FOLDER, dirs_exist_ok=True)
             return
-        self._take(Path(args.output_dir), state, kwargs)
+        self._take(out, state, kwargs)
 
     def _take(self, folder: Path, state: Any, kwargs: Any) -> None:
         tokenizer = kwargs.get("processing_class") or kwargs.get("tokenizer")
@@ -64,38 +66,26 @@ class WitnessCallback(TrainerCallback):
         if tokenizer is None:
             log.warning("no plumbline.witness: the trainer has no tokenizer")
             return
-        loader = kwargs.get("train_dataloader")
+        dataset = getattr(kwargs.get("train_dataloader"), "dataset", None)
+        prompts, path = self._prompts, os.environ.get(PROMPTS)
         try:
+            if prompts is None:
+                text = Path(path).read_text(encoding="utf-8") if path else ""
+                prompts = [line for line in text.splitlines() if line]
             record = witness(
                 kwargs["model"],
                 tokenizer,
                 folder,
-                prompts=self._own_prompts(),
-                rows=first_rows(getattr(loader, "dataset", None), self._rows),
+                prompts=prompts,
+                rows=first_rows(dataset, self._rows),
                 facts={"step": state.global_step},
             )
         except Exception as error:  # a record is never worth a training
             log.warning("no plumbline.witness in %s: %s: %s", folder, type(error).__name__, error)
             return
-        self._last = (state.global_step, record)
+        self._last = state.global_step
         if getattr(state, "is_world_process_zero", True):
             print(f"plumbline: recorded what the model computes: {record}", file=sys.stderr)
-
-    def _own_prompts(self) -> Sequence[str]:
-        if self._prompts is not None:
-            return self._prompts
-        path = os.environ.get(PROMPTS)
-        if not path:
-            return ()
-        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
-
-
-def _copy(record: Path, to: Path) -> None:
-    try:
-        shutil.rmtree(to, ignore_errors=True)
-        shutil.copytree(record, to)
-    except OSError as error:
-        log.warning("no plumbline.witness in %s: %s", to.parent, error)
 
 
 def register(trainer: Any) -> None:
@@ -104,8 +94,6 @@ def register(trainer: Any) -> None:
     `DEFAULT_CALLBACKS` of the module would do without a wrapper, but ms-swift replaces that list.
     """
     made = trainer.Trainer.__init__
-    if getattr(made, _REGISTERS, False):
-        return
 
     @functools.wraps(made)
     def __init__(self: Any, *arguments: Any, **named: Any) -> None:
@@ -113,8 +101,4 @@ def register(trainer: Any) -> None:
         if not any(isinstance(each, WitnessCallback) for each in self.callback_handler.callbacks):
             self.add_callback(WitnessCallback)
 
-    setattr(__init__, _REGISTERS, True)
     trainer.Trainer.__init__ = __init__
-
-
-_REGISTERS = "registers_plumbline_witness"

@@ -93,19 +93,6 @@ def quantization(model: torch.nn.Module) -> dict[str, Any]:
     return {"method": "none"}
 
 
-def base_folder(name: str) -> Path | None:
-    """Return the folder of a base model: a local one, or its snapshot in the hub's cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        path = try_to_load_from_cache(name, "config.json")
-    except Exception:
-        return None
-    return Path(path).parent if isinstance(path, str) else None
-
-
 def headers_digest(folder: Path) -> str | None:
     """Return the SHA-256 of names, dtypes and shapes of all safetensors files; None without any."""
     tensors = {}
@@ -119,10 +106,14 @@ def headers_digest(folder: Path) -> str | None:
 
 
 def _base(config: Any) -> dict[str, Any]:
+    """Return name and digest of the base: a folder, or its snapshot in the hub's cache."""
     name, digest = str(getattr(config, "_name_or_path", "") or ""), None
-    folder = base_folder(name) if name else None
-    with contextlib.suppress(OSError, ValueError, struct.error):
-        digest = None if folder is None else headers_digest(folder)
+    with contextlib.suppress(Exception):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else Path(name)
+        digest = headers_digest(folder) if name else None
     return {"name": name, "headers_sha256": digest}
 
 

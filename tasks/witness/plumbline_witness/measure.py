@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from .prints import TOP_K, Fingerprint, largest_steps
 
@@ -31,43 +32,39 @@ def measure_logprobs(
     """
     parts: list[tuple[np.ndarray, ...]] = []
     start = 0
-    for chunk in _chunks(probes, BATCH):
-        logits = forward(model, chunk)
-        for row, ids in zip(logits, chunk):
-            count = len(ids) - 1
-            scored = None if at is None else at[start : start + count]
-            parts.append(_of_probe(row[:count].float(), ids, scored))
-            start += count
+    for logits, ids in forward(model, probes, BATCH):
+        end = start + len(ids) - 1
+        parts.append(_of_probe(logits[:-1].float(), ids, None if at is None else at[start:end]))
+        start = end
     ids, logprobs, top1, steps = (np.concatenate(arrays) for arrays in zip(*parts))
-    return Fingerprint(
-        tuple(map(tuple, probes)), ids, logprobs, top1, engine="trainer", steps=steps
-    )
+    sequences = tuple(map(tuple, probes))
+    return Fingerprint(sequences, ids, logprobs, top1, engine="trainer", steps=steps)
 
 
 def measure_scores(
     model: Any, probes: Sequence[Sequence[int]], *, batch: int = BATCH
 ) -> list[float]:
     """Return one score per probe, of a model with a head of one output."""
-    scores: list[float] = []
-    for chunk in _chunks(probes, batch):
-        scores += [float(row.reshape(-1)[0]) for row in forward(model, chunk).float().cpu()]
-    return scores
+    return [float(row.float().reshape(-1)[0]) for row, _ in forward(model, probes, batch)]
 
 
-def forward(model: Any, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the logits of a batch, padded on the right: (B, T, V), or (B, 1) of a reward model."""
+def forward(
+    model: Any, probes: Sequence[Sequence[int]], batch: int
+) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
+    """Yield each probe's logits and ids, in batches padded on the right.
+
+    The logits have shape (T, V), or (1,) of a reward model.
+    """
     device = next(model.parameters()).device
-    longest = max(map(len, sequences))
-    config = getattr(model, "config", None)
-    pad = getattr(config, "pad_token_id", None) or 0
-    rows = [[*ids, *([pad] * (longest - len(ids)))] for ids in sequences]
-    mask = [[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences]
-    out = model(
-        input_ids=torch.tensor(rows, device=device),
-        attention_mask=torch.tensor(mask, device=device),
-    )
-    logits = out.logits if hasattr(out, "logits") else out[0]
-    return logits.detach()
+    pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+    for start in range(0, len(probes), batch):
+        chunk = probes[start : start + batch]
+        rows = pad_sequence([torch.tensor(ids) for ids in chunk], True, pad)
+        mask = pad_sequence([torch.ones(len(ids), dtype=torch.long) for ids in chunk], True)
+        out = model(input_ids=rows.to(device), attention_mask=mask.to(device))
+        logits = out.logits if hasattr(out, "logits") else out[0]
+        for row, ids in zip(logits.detach(), chunk):
+            yield (row[: len(ids)] if row.dim() > 1 else row), ids
 
 
 @contextlib.contextmanager
@@ -125,11 +122,6 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 _REPACKS = "support_avx512bf16_for_cpu"
 _UNSLOTH = "UNSLOTH_RETURN_LOGITS"
 """Without it, models that unsloth has patched return no logits."""
-
-
-def _chunks(probes: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:
-    for start in range(0, len(probes), size):
-        yield probes[start : start + size]
 
 
 def _of_probe(

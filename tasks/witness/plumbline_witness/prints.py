@@ -15,12 +15,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 FOLDER = "plumbline.witness"
 FORMAT = 1
@@ -38,10 +41,8 @@ BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 FINE = 2.0**-14
 """A rounding step below this is of 32-bit logits."""
 TINY = 1e-12
-
-
-class PrintError(ValueError):
-    """A file that is not a fingerprint, or not scores."""
+UNREADABLE = (OSError, KeyError, TypeError, ValueError, SafetensorError)
+"""Errors of `load` for a file that is none of its kind."""
 
 
 def rounding_step(logits: NDArray[Any] | float, dtype: str = "bfloat16") -> NDArray[np.float32]:
@@ -145,29 +146,15 @@ class Fingerprint:
         save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, path, metadata=meta)
 
     @classmethod
-    def load(cls, path: Path) -> Fingerprint:
-        """Read a file of `save`. Raises PrintError if it is not a fingerprint."""
-        try:
-            with safe_open(path, framework="numpy") as file:
-                meta = json.loads(file.metadata()["fingerprint"])
-                names = ("ids", "logprobs", "top1", *({"steps"} & set(file.keys())))
-                arrays = {name: file.get_tensor(name) for name in names}
-            return cls(
-                probes=tuple(tuple(p) for p in meta["probes"]),
-                engine=meta["engine"],
-                noise=meta["noise"],
-                measured_on=meta.get("measured_on"),
-                formats={n: FormatNoise(**each) for n, each in meta.get("formats", {}).items()},
-                dtype=meta.get("dtype"),
-                routed=meta.get("routed", False),
-                **arrays,
-            )
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise PrintError(f"{path} is not a readable fingerprint: {error}") from error
-        except Exception as error:  # safetensors' error class has no public base
-            if type(error).__name__ != "SafetensorError":
-                raise
-            raise PrintError(f"{path} is not a readable fingerprint: {error}") from error
+    def load(cls, path: Path) -> Self:
+        """Read a file of `save`. Raises one of `UNREADABLE` if it is not a fingerprint."""
+        with safe_open(path, framework="numpy") as file:
+            facts = json.loads(file.metadata()["fingerprint"])
+            names = file.keys()
+            arrays = {name: file.get_tensor(name) for name in names}
+        facts["probes"] = tuple(map(tuple, facts["probes"]))
+        facts["formats"] = {name: FormatNoise(**each) for name, each in facts["formats"].items()}
+        return cls(**facts, **arrays)
 
 
 @dataclass(frozen=True)
@@ -186,16 +173,11 @@ class ScorePrint:
         path.write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> ScorePrint:
-        """Read a file of `save`. Raises PrintError if it has no scores."""
-        try:
-            raw = json.loads(path.read_text())
-            return cls(
-                probes=tuple(tuple(int(i) for i in probe) for probe in raw["probes"]),
-                scores=tuple(float(score) for score in raw["scores"]),
-                engine=str(raw["engine"]),
-                noise=raw.get("noise"),
-                measured_on=raw.get("measured_on"),
-            )
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise PrintError(f"{path} does not hold scores: {error}") from error
+    def load(cls, path: Path) -> Self:
+        """Read a file of `save`. Raises one of `UNREADABLE` if it has no scores."""
+        facts = json.loads(path.read_text())
+        facts["probes"], facts["scores"] = (
+            tuple(map(tuple, facts["probes"])),
+            tuple(facts["scores"]),
+        )
+        return cls(**facts)

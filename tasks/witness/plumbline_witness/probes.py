@@ -7,9 +7,9 @@ ids that the model was trained on.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 LIMIT = 64
@@ -44,42 +44,26 @@ class Probe:
     text: str | None = None  # what was tokenised; None for rows
 
 
-def choose(
-    tokenizer: Any, *, prompts: Sequence[str] = (), rows: Iterable[Any] = (), limit: int = LIMIT
-) -> list[Probe]:
+def choose(tokenizer: Any, *, prompts: Sequence[str] = (), rows: Iterable[Any] = ()) -> list[Probe]:
     """Return the probes for a tokenizer; without a chat template there are no conversations."""
     probes = [
-        Probe(ids(tokenizer, text), kind, number, text)
+        Probe(_ids(tokenizer, text), kind, number, text)
         for kind, texts in (("text", TEXTS), ("prompt", prompts))
         for number, text in enumerate(texts)
     ]
-    if getattr(tokenizer, "chat_template", None):
-        for number, chat in enumerate(CHATS):
-            text = render(tokenizer, chat)
-            if text is not None:
-                sequence = ids(tokenizer, text, special=False)
-                probes.append(Probe(sequence, "chat", number, text))
+    for number, chat in enumerate(CHATS if getattr(tokenizer, "chat_template", None) else ()):
+        messages = [{"role": role, "content": content} for role, content in chat]
+        with contextlib.suppress(Exception):  # some templates refuse a system message
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            probes.append(Probe(_ids(tokenizer, text, special=False), "chat", number, text))
     probes += [Probe(ids_of_row(row), "row", number) for number, row in enumerate(rows)]
-    cut = [Probe(p.ids[:limit], p.kind, p.number, p.text) for p in probes]
-    return [probe for probe in cut if len(probe.ids) > 1]
+    return [replace(probe, ids=probe.ids[:LIMIT]) for probe in probes if len(probe.ids) > 1]
 
 
-def ids(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
-    """Return the token ids of a text, with the tokenizer's own special tokens unless told not."""
+def _ids(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
     return tuple(int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"])
-
-
-def render(tokenizer: Any, chat: Iterable[tuple[str, str]]) -> str | None:
-    """Return a conversation as the tokenizer's template renders it; None if the template refuses.
-
-    Some templates refuse a system message. Nothing is measured then.
-    """
-    messages = [{"role": role, "content": content} for role, content in chat]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:
-        return None
-    return str(text)
 
 
 def first_rows(dataset: Any, count: int) -> list[Any]:
@@ -99,18 +83,20 @@ def ids_of_row(row: Any) -> tuple[int, ...]:
     """
     if not isinstance(row, Mapping):
         return ()
-    for names in (
-        ("input_ids",),
-        ("prompt_ids", "chosen_ids"),
-        ("prompt_input_ids", "chosen_input_ids"),
-        ("chosen_input_ids",),
-        ("input_ids_chosen",),
-        ("chosen_ids",),
-    ):
+    for names in _KEYS:
         if all(name in row for name in names):
-            parts = (_flat(row[name]) for name in names)
-            return tuple(itertools.chain.from_iterable(parts))
+            return tuple(token for name in names for token in _flat(row[name]))
     return ()
+
+
+_KEYS = (
+    ("input_ids",),
+    ("prompt_ids", "chosen_ids"),
+    ("prompt_input_ids", "chosen_input_ids"),
+    ("chosen_input_ids",),
+    ("input_ids_chosen",),
+    ("chosen_ids",),
+)
 
 
 def _flat(values: Any) -> list[int]:

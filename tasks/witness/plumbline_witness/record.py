@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,13 @@ def witness(
         else:
             prints = _fingerprints(model, sequences)
     folder = Path(out) / FOLDER
-    if _rank() == 0:
+    if not _distributed() or torch.distributed.get_rank() == 0:
         description = {
             "format": FORMAT,
             **describe(model, tokenizer),
             **(facts or {}),
             "longest_row": max((len(ids_of_row(row)) for row in rows), default=0),
-            "probes": [_entry(probe) for probe in probes],
+            "probes": [asdict(probe) for probe in probes],
         }
         _write(folder, description, prints)
     return folder
@@ -108,20 +108,14 @@ def _write(
     staging.rename(folder)
 
 
-def _entry(probe: Probe) -> dict[str, Any]:
-    ids = list(probe.ids)
-    return {"kind": probe.kind, "number": probe.number, "ids": ids, "text": probe.text}
-
-
-def _rank() -> int:
-    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if ready else 0
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _same_on_all_ranks(probes: list[Probe]) -> list[Probe]:
     """Return rank 0's probes: with other probes on another rank, a sharded model would hang."""
     shared: list[Any] = [probes]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _distributed():
         with contextlib.suppress(RuntimeError):
             torch.distributed.broadcast_object_list(shared, src=0)
     return list(shared[0])

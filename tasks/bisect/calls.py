@@ -100,25 +100,18 @@ def _adapted(module: Any) -> Weights:
     if change is None or getattr(module, "disable_adapters", False):
         return listed
     key = getattr(module, "parameter_name", "weight")  # of a layer that has several, as experts
-    for adapter in module.active_adapters:
-        factors = [*getattr(module, "lora_A", ()), *getattr(module, "lora_embedding_A", ())]
-        if key in listed and adapter in factors:
-            with _factors_in_float32(module):  # peft rounds the change to the factors' dtype
-                listed[key] = listed[key].float() + change(adapter).float()
-    return listed
-
-
-@contextmanager
-def _factors_in_float32(module: Any) -> Iterator[None]:
-    factors = [each for name, each in module.named_parameters() if "lora_" in name]
-    stored = [factor.data for factor in factors]
-    for factor in factors:
-        factor.data = factor.data.float()
+    stored = {each: each.data for name, each in module.named_parameters() if "lora_" in name}
     try:
-        yield
+        for factor, data in stored.items():
+            factor.data = data.float()  # peft rounds the change to the factors' dtype
+        for adapter in module.active_adapters:
+            factors = [*getattr(module, "lora_A", ()), *getattr(module, "lora_embedding_A", ())]
+            if key in listed and adapter in factors:
+                listed[key] = listed[key].float() + change(adapter).float()
     finally:
-        for factor, data in zip(factors, stored, strict=True):
+        for factor, data in stored.items():
             factor.data = data
+    return listed
 
 
 Part = Literal["input", "output"]
@@ -159,17 +152,16 @@ class Distance:
     def add(self, new: torch.Tensor, recorded: torch.Tensor) -> bool:
         """Add the rows of a tensor. Returns False if the two have different shapes."""
         recorded = recorded.to(new.device)
-        if new.shape != recorded.shape:
-            if new.shape.numel() != recorded.shape.numel() or new.shape[-1:] != recorded.shape[-1:]:
-                self.strange.add(f"shape {list(new.shape)}, not {list(recorded.shape)}")
-                return False
-            recorded = recorded.reshape(new.shape)
+        if new.numel() != recorded.numel() or new.shape[-1:] != recorded.shape[-1:]:
+            self.strange.add(f"shape {list(new.shape)}, not {list(recorded.shape)}")
+            return False
         if new.numel() == 0:
             return True
+        new, recorded = _rows(new.detach()), _rows(recorded.detach())
         if not new.is_floating_point():
             self.largest = max(self.largest, float((new != recorded).any()))
             return True
-        new, recorded = (_rows(tensor.detach()) for tensor in (new, recorded))
+        new, recorded = new.float(), recorded.float()
         same = (new == recorded) | (new.isnan() & recorded.isnan())  # infinities of masks
         apart = torch.where(same, 0.0, new - recorded).norm(dim=-1)
         lengths = recorded.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1)
@@ -188,30 +180,21 @@ Distances = dict[tuple[str, Part], Distance]
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.float()
-    return flat.reshape(-1, flat.shape[-1]) if flat.dim() else flat.reshape(1, 1)
+    return tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
 
 
 def record(model: Any, places: Mapping[str, Any], ids: torch.Tensor) -> Recording:
     """Run a model on one probe, ids of shape (1, T), and record the calls of its modules."""
     recording: Recording = {}
     open_calls: dict[str, list[list[torch.Tensor]]] = defaultdict(list)
-    copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy; the same one for a tensor that several modules get."""
-        known = copies.get(id(tensor))
-        if known is None or known[1] != tensor._version:
-            known = copies[id(tensor)] = (tensor, tensor._version, tensor.detach().clone())
-        return known[2]
 
     def before(name: str, args: Any) -> None:
         recording.setdefault(name, [])
-        open_calls[name].append([copied(tensor) for tensor in _tensors(args)])
+        open_calls[name].append([tensor.detach().clone() for tensor in _tensors(args)])
 
     def after(name: str, output: Any) -> None:
-        inputs = open_calls[name].pop()
-        recording[name].append(Call(inputs, [copied(tensor) for tensor in _tensors(output)]))
+        outputs = [tensor.detach().clone() for tensor in _tensors(output)]
+        recording[name].append(Call(open_calls[name].pop(), outputs))
 
     with _hooked(places, before, after):
         _run(model, ids)

@@ -25,7 +25,6 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.contract import Bound
 from tasks.core.errors import ArtifactError, DataError, DriftError
 from tasks.witness.plumbline_witness import prints
 from tasks.witness.plumbline_witness.prints import BITS, FINE, FormatNoise, kl_by_position
@@ -179,15 +178,13 @@ class Term(NamedTuple):
 
 
 class _Limited:
-    """A drift, and what is common to its comparison with the limits of a profile.
-
-    `noise` is the engine's repeat noise: the mean has to stay within twice of it.
-    """
-
-    unit_of_mean: str
+    """A drift whose numbers have limits."""
 
     def terms(self, limit: DriftLimit, noise: float | None = None) -> list[Term]:
-        """Return the mean, a second number, and others."""
+        """Return the mean, a second number, and others, with their limits.
+
+        With the engine's repeat noise, the mean has to stay within twice of it, too.
+        """
         raise NotImplementedError
 
     def beyond(self, limit: DriftLimit, noise: float | None = None) -> list[str]:
@@ -197,19 +194,6 @@ class _Limited:
             for term in self.terms(limit, noise)
             if term.is_beyond
         ]
-
-    def allowed(self, limit: DriftLimit, noise: float | None = None) -> str:
-        """Return the limits as text."""
-        terms = self.terms(limit, noise)
-        text = ", ".join(f"{term.name} {term.sign} {term.limit:.3g}" for term in terms)
-        return f"{text} ({limit.measured})" if limit.measured else text
-
-    def bound(self, limit: DriftLimit, noise: float | None = None) -> Bound:
-        """Return the mean drift and its limit; the tail's if the mean is within its limit."""
-        mean, tail, *others = self.terms(limit, noise)
-        mean = mean._replace(limit=min([mean.limit, *(o.limit for o in others if o.sign == "<=")]))
-        chosen = tail if tail.is_beyond and tail.sign == "<=" and not mean.is_beyond else mean
-        return Bound(chosen.name, self.unit_of_mean, chosen.value, chosen.limit)
 
 
 @dataclass(frozen=True)
@@ -222,15 +206,13 @@ class Drift(_Limited):
     top1_agreement: float  # share of distinct contexts in which the top tokens agree, ties included
     median_kl: float = 0.0
 
-    unit_of_mean = "nats per token"
-
     @property
     def noise(self) -> FormatNoise:
         """The same as the noise of a format."""
         return FormatNoise(self.mean_kl, self.p95_kl, self.median_kl, self.top1_agreement)
 
     def terms(self, limit: DriftLimit, noise: float | None = None) -> list[Term]:
-        """Return the numbers that are limited."""
+        """Return the numbers with their limits."""
         terms = [
             Term("mean KL", self.mean_kl, limit.mean_kl),
             Term("p95 KL", self.p95_kl, limit.p95_kl),
@@ -258,10 +240,8 @@ class RewardDrift(_Limited):
     same_order: float  # share of the pairs that the reference scores differently
     unit: float  # standard deviation of the reference scores
 
-    unit_of_mean = "std of scores"
-
     def terms(self, limit: DriftLimit, noise: float | None = None) -> list[Term]:
-        """Return the numbers that are limited; the noise is in scores."""
+        """Return the numbers with their limits; the noise is in scores."""
         name, most = "mean difference", limit.rewards
         terms = [
             Term(name, self.mean_difference, most.difference),

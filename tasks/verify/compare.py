@@ -1,10 +1,8 @@
 """Distance of a server's log-probabilities from a fingerprint.
 
 A server returns few ids per position (its most likely ones and the sequence's own next token), a
-fingerprint has up to 512. The KL is that of `tasks.drift`: the ids that both have, and one rest
-bucket. Of the fingerprint's other ids, those that are more likely than the last one of the server's
-list are a bucket of their own: the list bounds their mass on the server. So the KL is a lower
-bound.
+fingerprint has up to 512. The KL is that of `tasks.drift`, a lower bound: the ids that both have,
+and one rest bucket.
 """
 
 from __future__ import annotations
@@ -85,22 +83,10 @@ def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
 def kl_of(reference: Fingerprint, served: Aligned) -> NDArray[Any]:
     """Return KL(reference || server) by position (nats), shape (N,); NaN if not measured."""
     listed = ~np.isnan(served.logprobs)
-    unlisted = ~listed & (reference.logprobs > served.floor[:, None])
-    p = np.exp(reference.logprobs.astype(np.float64))
-    p_listed = np.where(listed, p, 0.0)
-    q_listed = np.exp(np.where(listed, served.logprobs, -np.inf))
-    p_left = np.maximum(1 - p_listed.sum(1), _TINY)
-    q_left = np.maximum(1 - q_listed.sum(1), _TINY)
-    p_group = np.minimum(np.where(unlisted, p, 0.0).sum(1), p_left)
-    # The server's mass of the group that fits best, as far as its list allows.
-    most = np.maximum(q_left - served.extra_mass, _TINY / 2)
-    most = np.minimum(most, unlisted.sum(1) * np.exp(served.floor))
-    q_group = np.minimum(p_group * q_left / p_left, most)
+    p = np.where(listed, np.exp(reference.logprobs.astype(np.float64)), 0.0)
+    q = np.where(listed, np.exp(served.logprobs), 0.0)
     # Numbers in JSON may sum to 1: the rest keeps a mass of `_TINY`.
-    kl = kl_by_position(
-        np.column_stack([p_listed, p_group]), np.column_stack([q_listed * (1 - _TINY), q_group])
-    )
-    return np.where(served.measured, kl, np.nan)
+    return np.where(served.measured, kl_by_position(p, q * (1 - _TINY)), np.nan)
 
 
 def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Distance:

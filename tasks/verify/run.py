@@ -21,7 +21,6 @@ from tasks.verify.reference import Reference
 from tasks.verify.report import Report, Row
 from tasks.verify.servers.server import ServedModel, Server
 
-
 CHECKS = {
     check.__name__.replace("_", "-"): check
     for check in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -177,30 +176,25 @@ def test_command(save: Save, tmp_path: Path) -> None:
     from tests.training.conftest import make_tokenizer
 
     tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    size = len(tokenizer)
+    size, out = len(tokenizer), tmp_path / "report.json"
     a, other = (save(make("qwen2", seed, vocab_size=size)) for seed in (1, 2))
     for folder in (a, other):
-        shutil.copytree(tmp_path / "tokenizer", folder, dirs_exist_ok=True)
+        tokenizer.save_pretrained(folder)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        argv = command("bisect", *arguments)
-        return subprocess.run(
-            argv, env=environment(), capture_output=True, text=True, timeout=600, cwd=tmp_path
-        )
+    def run(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            command("bisect", *arguments), env=environment(), timeout=600, cwd=tmp_path,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        return done.returncode, done.stdout
 
-    same = run(f"a={a}", f"b={a}")
-    assert same.returncode == 0, same.stderr
-    out = tmp_path / "report.json"
-    differs = run(f"a={a}", f"b={other}", f"out={out}")
-    assert differs.returncode == 1, differs.stderr
-    document = json.loads(out.read_text())
-    assert document["first"]["module"] == "model.embed_tokens"
-    mistakes = run(f"a={tmp_path}/none", f"b={tmp_path}", f"out={tmp_path}/x")
-    assert mistakes.returncode == 2
-    for thing in (f"{tmp_path}/none", "config.json", "out"):
-        assert thing in mistakes.stderr
-    smaller = save(make("qwen2", 1))
-    refused = run(f"a={a}", f"b={smaller}")
-    assert refused.returncode == 2
-    assert f"vocab_size {size} and 96" in refused.stdout
+    status, text = run(f"a={a}", f"b={a}")
+    assert status == 0, text
+    status, text = run(f"a={a}", f"b={other}", f"out={out}")
+    assert status == 1, text
+    assert json.loads(out.read_text())["first"]["module"] == "model.embed_tokens"
+    status, text = run(f"a={tmp_path}/none", f"b={tmp_path}", f"out={tmp_path}/x")
+    assert status == 2
+    assert all(thing in text for thing in (f"{tmp_path}/none", "config.json", "out"))
+    status, text = run(f"a={a}", f"b={save(make('qwen2', 1))}")
+    assert (status, f"vocab_size {size} and 96" in text) == (2, True)

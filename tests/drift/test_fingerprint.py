@@ -162,7 +162,7 @@ def test_within_names_each_limit_that_is_exceeded_and_never_max_kl() -> None:
     calm = Drift(mean_kl=1e-6, p95_kl=1e-6, max_kl=9.0, top1_agreement=1.0)
     assert calm.beyond(EXACT, noise=1e-6) == []
     assert len(calm.beyond(EXACT, noise=1e-7)) == 1
-    assert calm.bound(EXACT, noise=1e-7).limit == 2e-7
+    assert verdict(calm, EXACT, 1e-7).bound.limit == 2e-7
     moved = Drift(mean_kl=1e-2, p95_kl=1e-1, max_kl=9.0, top1_agreement=0.5)
     assert len(moved.beyond(PROFILES["standard"])) == 3
 

@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 from tasks.drift.fingerprint import Fingerprint
 from tasks.verify.checks.sampling import Settings
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.servers.server import (
-    Entry,
-    Generated,
-    Scores,
-    ServedModel,
-    Server,
-    UnsupportedError,
-)  # fmt: skip
+from tasks.verify.servers.server import Entry, Generated, Scores, ServedModel, Server
 from tasks.witness.plumbline_witness.prints import largest_steps
 
 Array = NDArray[Any]
@@ -157,17 +150,12 @@ class ArrayServer(Server):
     def score(self, model: str, sequences: Any, workers: int = 0) -> list[Scores]:
         """Return the answers on the probes."""
         if not self._top:
-            raise UnsupportedError("the server gives no log-probabilities")
+            self._cannot("return log-probabilities")
         if not sequences:
             return []
         self.asked += 1
         assert tuple(map(tuple, sequences)) == self._probes
         return answers(self._probes, self._models[model], self._top)
-
-    def _unsupported(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError("log-probabilities of responses, a tokenizer, a template")
-
-    next = tokenize = render = _unsupported
 
     def generate(
         self, model: str, prompt: Any, count: int, n: int = 1, stream: bool = False, **more: Any

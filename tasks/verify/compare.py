@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, Fingerprint, by_context, steps_in
-from tasks.verify.servers.server import Entry, Scores
+from tasks.verify.servers.server import Scores
 from tasks.witness.plumbline_witness.prints import kl_by_position
 
 FEWEST = 10
@@ -159,31 +159,3 @@ def format_of(reference: Fingerprint, served: Aligned) -> str | None:
         if (off < _JSON).mean() > _ON_GRID:
             return dtype
     return "float32"
-
-
-def change(before: Entry, after: Entry) -> float:
-    """Return about KL(before || after) of one position, in nats, over the ids that are known.
-
-    An id that `after` lacks is taken to be unchanged, as far as its list allows: the list has the
-    most likely ids, so that no other is more likely than its last but one. The last may be the
-    sequence's own token.
-    """
-    floor = float(after.logprobs[-2:].max())
-    known = dict(zip(after.ids.tolist(), after.logprobs.tolist(), strict=True))
-    bound = np.minimum(before.logprobs, floor)
-    q = np.array([known.get(token, bound[at]) for at, token in enumerate(before.ids.tolist())])
-    p, q = np.exp(before.logprobs.astype(np.float64)), np.exp(q.astype(np.float64))
-    return float(kl_by_position(p[None], q[None])[0])
-
-
-def changes(before: Sequence[Scores], after: Sequence[Scores]) -> NDArray[np.float64]:
-    """Return the change of every position that both measured, shape (N,)."""
-    pairs = (pair for x, y in zip(before, after, strict=True) for pair in zip(x, y, strict=True))
-    return np.array([change(a, b) for a, b in pairs if len(a.ids) and len(b.ids)], np.float64)
-
-
-def exceeds(values: NDArray[np.float64], limit: DriftLimit) -> bool:
-    """Return True if changes are larger than the profile allows."""
-    return bool(
-        values.size and (values.mean() > limit.mean_kl or np.quantile(values, 0.95) > limit.p95_kl)
-    )

@@ -10,17 +10,18 @@ leak           base and adapters by turns (vLLM issues 42008 and 49063)
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.drift.fingerprint import DriftLimit
 from tasks.verify.asked import Asked
-from tasks.verify.compare import change, changes, exceeds
 from tasks.verify.report import Cause, Row
 from tasks.verify.servers.client import parallel
 from tasks.verify.servers.server import Entry, Generated, Scores, UnsupportedError, score
+from tasks.witness.plumbline_witness.prints import kl_by_position
 
 CROWD = 32
 """Requests at the same time."""
@@ -44,7 +45,8 @@ def batching(asked: Asked) -> Row:
     copies = -(-CROWD // len(sequences))
     crowd = score(asked.server, asked.model, sequences * copies, workers=CROWD)
     text = f"alone and beside {CROWD - 1} other requests"
-    return _judged(asked, "batching", "batch-variance", changes(alone * copies, crowd), text)
+    moved = _changes(_pairs(alone * copies, crowd))
+    return _judged(asked, "batching", "batch-variance", moved, text)
 
 
 def prefix_cache(asked: Asked) -> Row:
@@ -81,9 +83,34 @@ def long_prompts(asked: Asked) -> Row:
     return _judged(asked, name, name, _changes(pairs), text, positions=len(places))
 
 
-def _changes(pairs: Sequence[tuple[Entry, Entry]]) -> NDArray[np.float64]:
-    """Return the change of each pair of which both sides list several ids."""
-    return np.array([change(a, b) for a, b in pairs if min(len(a.ids), len(b.ids)) > 1])
+def _changes(pairs: Iterable[tuple[Entry, Entry]]) -> NDArray[np.float64]:
+    """Return the change of each pair of which both sides list several ids: about KL(a || b), nats.
+
+    An id that the second lacks is taken to be unchanged, as far as its list allows: no other id is
+    more likely than its last but one. The last may be the sequence's own token.
+    """
+    changes = []
+    for before, after in pairs:
+        if min(len(before.ids), len(after.ids)) > 1:
+            known = dict(zip(after.ids.tolist(), after.logprobs.tolist(), strict=True))
+            bound = np.minimum(before.logprobs, after.logprobs[-2:].max())
+            ids = enumerate(before.ids.tolist())
+            q = np.exp(np.array([known.get(token, bound[at]) for at, token in ids], np.float64))
+            p = np.exp(before.logprobs.astype(np.float64))
+            changes.append(float(kl_by_position(p[None], q[None])[0]))
+    return np.array(changes)
+
+
+def _pairs(before: Sequence[Scores], after: Sequence[Scores]) -> Iterator[tuple[Entry, Entry]]:
+    for x, y in zip(before, after, strict=True):
+        yield from zip(x, y, strict=True)
+
+
+def _exceeds(moved: NDArray[np.float64], limit: DriftLimit) -> bool:
+    """Return True if changes are larger than the profile allows."""
+    return bool(
+        moved.size and (moved.mean() > limit.mean_kl or np.quantile(moved, 0.95) > limit.p95_kl)
+    )
 
 
 def _judged(
@@ -95,7 +122,7 @@ def _judged(
     limits = {"mean_kl": asked.limit.mean_kl}
     measured = {"mean_kl": float(moved.mean()), **measured}
     text = f"{text}: {moved.mean():.1e} nats apart"
-    if exceeds(moved, asked.limit):
+    if _exceeds(moved, asked.limit):
         return Row(name, "fault", text, measured, _cause(cause), limits)
     return Row(name, "ok", text, measured, limit=limits)
 
@@ -141,7 +168,7 @@ def leak(asked: Asked) -> Row:
         measured[f"kl_{crowd}"], limits[f"kl_{crowd}"] = max(moved.values()), limit.mean_kl
         worst = max(worst, *moved.values())
         for name in names:
-            if exceeds(changes(alone[name], mixed[name]), limit):
+            if _exceeds(_changes(_pairs(alone[name], mixed[name])), limit):
                 nearest = min(names, key=lambda other: _mean(alone[other], mixed[name]))
                 text = (
                     f"{name} answers {moved[name]:.2e} nats apart from itself beside requests for "
@@ -217,8 +244,8 @@ def _shuffled(asked: Asked, size: int) -> list[int]:
 
 
 def _mean(before: Sequence[Scores], after: Sequence[Scores]) -> float:
-    values = changes(before, after)
-    return float(values.mean()) if values.size else 0.0
+    moved = _changes(_pairs(before, after))
+    return float(moved.mean()) if moved.size else 0.0
 
 
 def _mixed(parents: Mapping[str, str | None], name: str) -> tuple[Cause, ...]:

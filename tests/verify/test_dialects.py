@@ -50,11 +50,14 @@ def greedy_is_right(server: Server, name: str) -> None:
 
 
 def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None:
-    with answering(servers.OpenAI().answers()) as requests:
+    with answering(servers.openai()) as requests:
         server = connect(requests.url)
         assert (server.kind, server.version) == ("vllm", "0.32.0")
         assert server.tokenize("base", "ab") == (0, 1)
         assert server.render("base", CHAT) == RENDERED
+        greedy = server.generate("base", [1, 2], 6, temperature=0)
+        (streamed,) = server.generate("base", [1, 2], 6, stream=True, temperature=0)
+        assert (streamed.ids, streamed.text) == (greedy[0].ids, toy.text(toy.greedy([1, 2], 6)))
         check(server.score("tuned", SEQUENCES), most=6, model=1)
         bodies = requests.bodies("/v1/completions")[-len(SEQUENCES) :]
         with pytest.raises(ServerError, match="tuend"):
@@ -67,7 +70,7 @@ def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None
 
 @pytest.mark.parametrize("value", [12.5, float("nan"), "x"])
 def test_values_that_are_no_log_probabilities_are_refused(value: Any) -> None:
-    answers = servers.OpenAI().answers()
+    answers = servers.openai()
     ok = answers["/v1/completions"]
 
     def broken(body: Any) -> Any:
@@ -83,9 +86,9 @@ def test_values_that_are_no_log_probabilities_are_refused(value: Any) -> None:
 
 
 def test_servers_with_fewer_fields_score_a_sample_of_positions_or_say_so() -> None:
-    with answering(servers.OpenAI(("logprobs", "ids")).answers()) as requests:
+    with answering(servers.openai(("logprobs", "ids"))) as requests:
         check(score(connect(requests.url), "base", SEQUENCES), positions=SAMPLED)
-    with answering(servers.OpenAI(()).answers()) as requests:
+    with answering(servers.openai(())) as requests:
         server = connect(requests.url)
         with pytest.raises(UnsupportedError):
             score(server, "base", SEQUENCES)

@@ -9,28 +9,24 @@ import pytest
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
 from tasks.verify.report import Row
-from tasks.verify.servers import connect
-from tests.answering import Answer, answering
 from tests.verify.toy_model import causes, reference
-from tests.verify.toy_servers import MODELS, OpenAI
+from tests.verify.toy_servers import MODELS, ToyServer
 
 
-def serving(choose: Any = None, **faults: Any) -> dict[str, Answer]:
-    """Return the answers of a vLLM server whose requests meet."""
+def serving(choose: Any = None, **faults: Any) -> ToyServer:
+    """Return a server whose requests meet."""
     chosen = {"choose": choose} if choose else {}
-    return OpenAI(limit=8, length=600, pause=0.005, **chosen, **faults).answers()
+    return ToyServer(pause=0.005, **chosen, **faults)
 
 
-def asked(check: Any, answers: dict[str, Answer], model: str = "base") -> Row:
-    with answering(answers) as requests:
-        made: Row = check(Asked(connect(requests.url), model, "base", reference()))
+def asked(check: Any, server: ToyServer, model: str = "base") -> Row:
+    made: Row = check(Asked(server, model, "base", reference()))
     return made
 
 
 def test_a_server_that_always_answers_the_same_is_ok() -> None:
-    with answering(serving()) as requests:
-        for check in (batching, prefix_cache, long_prompts, streaming):
-            assert check(Asked(connect(requests.url), "base", "base", reference())).verdict == "ok"
+    for check in (batching, prefix_cache, long_prompts, streaming):
+        assert asked(check, serving()).verdict == "ok"
 
 
 def test_faults_under_load_are_named() -> None:

@@ -13,22 +13,15 @@ from tasks.verify.asked import Asked
 from tasks.verify.checks.prompt import context, eos, template, tokens
 from tasks.verify.reference import Probe, Reference
 from tasks.verify.report import Row
-from tasks.verify.servers import connect
+from tasks.verify.servers.server import Server
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
-from tests.answering import Answer, answering, refusal
 from tests.verify import toy_model as toy
 from tests.verify.toy_model import causes, reference
-from tests.verify.toy_servers import OpenAI
+from tests.verify.toy_servers import ToyServer
 
 
-def server(length: int = 600, **faults: Any) -> dict[str, Answer]:
-    """Return the answers of a vLLM server."""
-    return OpenAI(length=length, **faults).answers()
-
-
-def asked(check: Any, answers: dict[str, Answer], ref: Reference | None = None) -> Row:
-    with answering(answers) as requests:
-        made: Row = check(Asked(connect(requests.url), "base", None, ref or reference()))
+def asked(check: Any, server: Server | None = None, ref: Reference | None = None) -> Row:
+    made: Row = check(Asked(server or ToyServer(), "base", None, ref or reference()))
     return made
 
 
@@ -48,10 +41,10 @@ def other_tokens(messages: Any) -> list[int]:
 
 def test_equal_prompts_are_ok() -> None:
     for check, measured in ((template, {"conversations": len(CHATS)}), (tokens, {"texts": 6})):
-        row = asked(check, server())
+        row = asked(check)
         assert row.verdict == "ok"
         assert measured.items() <= row.measured.items()
-    assert [asked(check, server()).verdict for check in (eos, context)] == ["ok", "ok"]
+    assert [asked(check).verdict for check in (eos, context)] == ["ok", "ok"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,7 @@ def test_equal_prompts_are_ok() -> None:
 def test_a_template_that_differs_is_named_with_its_first_token(
     render: Callable[[Any], list[int]], code: str, position: int | None
 ) -> None:
-    check = asked(template, server(render=render))
+    check = asked(template, ToyServer(render_chat=render))
     assert check.verdict == "fault"
     assert code in causes(check)
     if code != "generation-prompt-missing":
@@ -82,44 +75,36 @@ def test_a_template_that_differs_is_named_with_its_first_token(
 @pytest.mark.parametrize(
     ("check", "fault", "cause"),
     [
-        (tokens, {"render": other_tokens, "split": other_split}, "tokenizer"),
-        (template, {"render": other_tokens, "split": other_split}, "tokenizer"),
+        (tokens, {"render_chat": other_tokens, "split": other_split}, "tokenizer"),
+        (template, {"render_chat": other_tokens, "split": other_split}, "tokenizer"),
         (tokens, {"split": lambda text: [7, *toy.tokens(text)]}, "bos-added"),
         (eos, {"ends": False}, "eos-missing"),
         (context, {"cut": 128}, "context-cut"),
     ],
 )
 def test_a_fault_is_named(check: Any, fault: dict[str, Any], cause: str) -> None:
-    row = asked(check, server(**fault))
+    row = asked(check, ToyServer(**fault))
     assert (row.verdict, causes(row)) == ("fault", [cause])
 
 
 def test_every_token_that_ended_a_turn_has_to_end_it() -> None:
     """The trained model ends its turns with token 7 here; the settings name two more."""
-    assert asked(eos, server(), reference(tokens={})).verdict == "unknown"
+    assert asked(eos, None, reference(tokens={})).verdict == "unknown"
     ref = reference(tokens={"generation_config": {"eos_token_id": [2, toy.EOS]}})
-    check = asked(eos, server(), ref)
+    check = asked(eos, None, ref)
     assert (check.verdict, check.measured["token"]) == ("fault", 2)
 
 
 def test_a_context_shorter_than_the_training_is_a_fault() -> None:
-    check = asked(context, server(length=100), reference(longest_row=200))
+    check = asked(context, ToyServer(length=100), reference(longest_row=200))
     assert (check.verdict, causes(check)) == ("fault", ["context-short"])
-    assert asked(context, server(length=100), reference(longest_row=80)).verdict == "ok"
+    assert asked(context, ToyServer(length=100), reference(longest_row=80)).verdict == "ok"
 
 
 @pytest.mark.parametrize(("render", "verdict"), [(toy.rendered, "unknown"), (with_system, "fault")])
 def test_a_server_that_tells_lengths_only_is_never_ok(render: Any, verdict: str) -> None:
-    answers = server(render=render)
-    generate = answers["/v1/chat/completions"]
-
-    def told(body: Any) -> Any:
-        answer = generate(body)
-        answer.pop("prompt_token_ids", None)
-        return answer
-
-    answers |= {"/v1/chat/completions": told, "/tokenize": lambda _: refusal(404, "no")}
-    assert asked(template, answers).verdict == verdict
+    server = ToyServer(render_chat=render, tells_ids=False)
+    assert asked(template, server).verdict == verdict
 
 
 def test_conversations_whose_text_alone_is_known_are_compared_by_the_servers_tokenizer() -> None:
@@ -134,6 +119,6 @@ def test_conversations_whose_text_alone_is_known_are_compared_by_the_servers_tok
     def split(text: str) -> list[int]:
         return toy.rendered(json.loads(text)) if text.startswith("[") else toy.tokens(text)
 
-    assert asked(template, server(split=split), served).verdict == "ok"
-    check = asked(template, server(render=with_system, split=split), served)
+    assert asked(template, ToyServer(split=split), served).verdict == "ok"
+    check = asked(template, ToyServer(render_chat=with_system, split=split), served)
     assert (check.verdict, causes(check)) == ("fault", ["system-prompt-added"])

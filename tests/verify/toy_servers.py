@@ -1,4 +1,4 @@
-"""Servers of the toy model: vLLM and others, as their documentation says that they answer."""
+"""Servers of the toy model: in this process with faults, and over HTTP as dialects document it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasks.verify.servers.client import parallel
+from tasks.verify.servers.server import (
+    Entry,
+    Generated,
+    Scores,
+    ServedModel,
+    Server,
+    ServerError,
+    entry,
+    is_chat,
+)
 from tests.answering import Answer, refusal
 from tests.verify import toy_model as toy
 
@@ -20,14 +31,13 @@ VLLM = ("prompt_logprobs", "logprobs", "ids", "return_token_ids")
 
 
 @dataclass
-class OpenAI:
-    """A server of OpenAI's dialect, vLLM 0.32 unless told otherwise, and its faults."""
+class ToyServer(Server):
+    """A server that answers as vLLM does, and its faults."""
 
-    fields: tuple[str, ...] = VLLM
-    limit: int = 5  # most log-probabilities of a position
-    length: int = 64  # context, in tokens
-    render: Callable[[Any], list[int]] = toy.rendered
+    length: int = 600  # context, in tokens
+    render_chat: Callable[[Any], list[int]] = toy.rendered
     split: Callable[[str], list[int]] = toy.tokens
+    tells_ids: bool = True  # False if it tells lengths of prompts only
     ends: bool = True  # False if it generates on after EOS
     cut: int | None = None  # tokens at the end of a prompt that it reads
     # from name, "is generation", "such requests have met" and the prompt's length to the model
@@ -40,110 +50,124 @@ class OpenAI:
     _met: set[bool] = field(default_factory=set)  # of a crowd with slow threads, only some meet
     _seen: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
-    def answers(self) -> dict[str, Answer]:
-        """Return the answers by path."""
-        vllm = self.fields == VLLM
-        owner = "vllm" if vllm else "somebody"
-        cards = [
-            {"id": name, "parent": "base", "root": f"/adapters/{name}", "owned_by": owner}
-            for name in ("tuned", "other")
-        ]
-        root = {"root": "/models/base", "max_model_len": self.length}
-        listed = {"data": [*cards, {"id": "base", "owned_by": owner, **root}]}
-        own = {
-            "/version": lambda _: {"version": "0.32.0"},
-            "/tokenize": self.tokenize,
-        }
-        return {
-            "/v1/models": lambda _: listed,
-            "/v1/completions": self.complete,
-            "/v1/chat/completions": self.complete,
-            **(own if vllm else {}),
-        }
+    url, kind, version = "http://localhost", "toy", ""
 
-    def tokenize(self, body: Any) -> Any:
-        """Split a text, or render a conversation."""
-        chat = "messages" in body
-        return {"tokens": self.render(body["messages"]) if chat else self.split(body["prompt"])}
+    def models(self) -> list[ServedModel]:
+        adapters = [ServedModel(name, "base") for name in ("tuned", "other")]
+        return [ServedModel("base", max_length=self.length), *adapters]
 
-    def complete(self, body: Any) -> Any:
-        """Return a response, or a refusal."""
-        scores = "prompt_logprobs" in body
+    def score(self, model: str, sequences: Any, workers: int = 0) -> list[Scores]:
+        def ask(ids: Any) -> Scores:
+            chosen = self._chosen(model, ids, 1, False)
+            return [entry(tops) for tops in toy.prompt_tops(tuple(ids), toy.SIZE, chosen)]
+
+        return parallel(ask, sequences, workers or 8)
+
+    def next(self, model: str, prefixes: Any, workers: int = 0, cache: bool = True) -> list[Entry]:
+        def ask(ids: Any) -> Entry:
+            return entry(toy.tops(ids, toy.SIZE, None, self._chosen(model, ids, 1, True)))
+
+        return parallel(ask, prefixes, workers or 8)
+
+    def tokenize(self, model: str, text: str, special: bool = True) -> tuple[int, ...]:
+        return tuple(self.split(text))
+
+    def render(self, model: str, messages: Any, tools: Any = ()) -> tuple[int, ...]:
+        return tuple(self.render_chat(messages)) if self.tells_ids else super().render(model, ())
+
+    def generate(
+        self, model: str, prompt: Any, count: int, n: int = 1, stream: bool = False, **more: Any
+    ) -> list[Generated]:
+        ids = self.render_chat(prompt) if is_chat(prompt) else list(prompt)
+        chosen = self._chosen(model, ids, count, True, stream)
+        ids = ids[-self.cut :] if self.cut else ids
+        if bias := more.get("logit_bias"):
+            made = [int(next(iter(bias)))] * (1 if self.ends else count)
+        elif self.ends:
+            made = toy.greedy(ids, count, chosen)
+        else:
+            made = [int(toy.logprobs(ids, chosen).argmax())] * count
+        finish = "stop" if self.ends and toy.EOS in made else "length"
+        told = tuple(ids) if self.tells_ids else None
+        return [Generated(tuple(made), toy.text(made), finish, told, len(ids))]
+
+    def _chosen(
+        self, name: str, prompt: Any, count: int, generates: bool, stream: bool = False
+    ) -> int:
+        """Return the model that answers; refuse a prompt that is too long."""
+        if len(prompt) + count > self.length:
+            raise ServerError(f"the context is {self.length} tokens", code="length")
         with self._lock:
             self._under_way += 1
             if self._under_way > 1:
-                self._met.add(scores)
+                self._met.add(generates)
         time.sleep(self.pause)
-        try:
-            return self._refusal(body) or self._response(body, scores in self._met)
-        finally:
-            with self._lock:
-                self._under_way -= 1
+        with self._lock:
+            self._under_way -= 1
+            chosen = self.choose(name, generates, generates in self._met, len(prompt))
+            if generates:
+                self._seen[tuple(prompt)] += 1
+                chosen = (self._seen[tuple(prompt)] > 1 and self.cached) or chosen
+                chosen = (stream and self.streamed) or chosen
+        return chosen
 
-    def _refusal(self, body: Any) -> Any:
+
+def openai(fields: tuple[str, ...] = VLLM, limit: int = 5, length: int = 64) -> dict[str, Answer]:
+    """Return the answers of OpenAI's dialect; `fields` are those that it has, of vLLM by default.
+
+    `limit` is the largest number of log-probabilities of a position, `length` the context.
+    """
+    is_vllm = fields == VLLM
+    owner = {"owned_by": "vllm" if is_vllm else "somebody"}
+    cards: list[Any] = [{"id": name, "parent": "base", **owner} for name in ("tuned", "other")]
+    cards.append({"id": "base", "max_model_len": length, **owner})
+
+    def complete(body: Any) -> Any:
         if body["model"] not in MODELS:
             return refusal(404, f"The model `{body['model']}` does not exist.")
-        for name, kind in (("prompt_logprobs", "prompt"), ("logprobs", "sample")):
-            if body.get(name, 0) > self.limit:
-                message = f"Requested {kind} logprobs of {body[name]}, which is greater than max "
-                return refusal(400, f"{message}allowed: {self.limit}")
-        prompt = body.get("prompt") or self.render(body["messages"])
-        if len(prompt) + body["max_tokens"] > self.length:
-            return refusal(400, f"This model's maximum context length is {self.length} tokens.")
-        return None
-
-    def _response(self, body: Any, crowded: bool) -> Any:
-        prompt = body.get("prompt") or self.render(body["messages"])
-        prompt = prompt[-self.cut :] if self.cut else prompt
-        scores = "prompt_logprobs" in body
-        model = self.choose(body["model"], not scores, crowded, len(prompt))
-        if not scores:
-            self._seen[tuple(prompt)] += 1
-            model = (self._seen[tuple(prompt)] > 1 and self.cached) or model
-            model = (body.get("stream") and self.streamed) or model
-        ids = self._generated(body, prompt, model)
-        stops = self.ends and toy.EOS in ids
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stops else "length"}
+        if max(body.get("prompt_logprobs", 0), body.get("logprobs", 0)) > limit:
+            return refusal(400, f"Requested logprobs are greater than max allowed: {limit}")
+        prompt = body.get("prompt") or toy.rendered(body["messages"])
+        if len(prompt) + body["max_tokens"] > length:
+            return refusal(400, f"This model's maximum context length is {length} tokens.")
+        model = MODELS[body["model"]]
+        ids = toy.greedy(prompt, body["max_tokens"], model)
+        choice: dict[str, Any] = {"finish_reason": "stop" if toy.EOS in ids else "length"}
         text = toy.text(ids)
         choice |= {"text": text} if "prompt" in body else {"message": {"content": text}}
         answer = {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
-        if scores and "prompt_logprobs" in self.fields:
+        if "prompt_logprobs" in body and "prompt_logprobs" in fields:
             places = toy.prompt_tops(tuple(prompt), body["prompt_logprobs"], model)
             choice["prompt_logprobs"] = [None] + [
                 {str(token): {"logprob": value} for token, value in tops.items()} for tops in places
             ]
-        if body.get("logprobs") is not None and "logprobs" in self.fields:
-            choice["logprobs"] = self._logprobs(body, prompt, ids, model)
-        if body.get("return_token_ids") and "return_token_ids" in self.fields:
+        if body.get("logprobs") is not None and "logprobs" in fields:
+            name = "token_id:{}" if "ids" in fields else "<{}>"
+            tops = toy.tops(prompt, body["logprobs"], ids[0], model)
+            choice["logprobs"] = {
+                "tokens": [name.format(own) for own in ids],
+                "top_logprobs": [{name.format(i): v for i, v in tops.items()}],
+            }
+        if body.get("return_token_ids") and "return_token_ids" in fields:
             choice["token_ids"] = ids
             (choice if "prompt" in body else answer)["prompt_token_ids"] = prompt
-        return self._stream(ids, choice) if body.get("stream") else answer
+        if body.get("stream"):
+            parts = [{"text": toy.text([token]), "token_ids": [token]} for token in ids]
+            return iter(
+                [{"choices": [part]} for part in [*parts, {**choice, "text": "", "token_ids": []}]]
+            )
+        return answer
 
-    def _generated(self, body: Any, prompt: list[int], model: int) -> list[int]:
-        count: int = body["max_tokens"]
-        if bias := body.get("logit_bias"):
-            return [int(next(iter(bias)))] * (1 if self.ends else count)
-        if self.ends:
-            return toy.greedy(prompt, count, model)
-        return [int(toy.logprobs(prompt, model).argmax())] * count
-
-    def _logprobs(self, body: Any, prompt: list[int], ids: list[int], model: int) -> Any:
-        name = "token_id:{}" if "ids" in self.fields else "<{}>"
-        whole, first = [*prompt, *ids], len(prompt)
-        tops = [
-            toy.tops(whole[:at], body["logprobs"], whole[at], model)
-            for at in range(first, len(whole))
-        ]
-        return {
-            "tokens": [name.format(own) for own in ids],
-            "top_logprobs": [{name.format(i): v for i, v in top.items()} for top in tops],
-        }
-
-    @staticmethod
-    def _stream(ids: list[int], choice: dict[str, Any]) -> Iterator[Any]:
-        for token in ids:
-            yield {"choices": [{"index": 0, "text": toy.text([token]), "token_ids": [token]}]}
-        yield {"choices": [{"index": 0, "text": "", "finish_reason": choice["finish_reason"]}]}
+    own = {
+        "/version": lambda _: {"version": "0.32.0"},
+        "/tokenize": lambda body: {"tokens": toy.tokens(body["prompt"])},
+    }
+    return {
+        "/v1/models": lambda _: {"data": cards},
+        "/v1/completions": complete,
+        "/v1/chat/completions": complete,
+        **(own if is_vllm else {}),
+    }
 
 
 def split(text: str, *, bos: bool = False) -> list[int]:

@@ -76,6 +76,21 @@ def test_a_rate_limit_is_waited_for_unless_it_exceeds_the_time_limit() -> None:
     assert (error.code, len(server.seen)) == ("busy", 1)
 
 
+def test_a_connection_that_the_server_closed_meanwhile_is_opened_again() -> None:
+    """Servers close idle connections after some seconds, at the same time as we ask again."""
+    seen: list[Any] = []
+
+    def hang_up_once(body: Any) -> Any:
+        seen.append(body)
+        if len(seen) == 1:
+            raise ConnectionAbortedError
+        return {}
+
+    with answering({"/x": hang_up_once}) as server:
+        assert Client(server.url).post("/x", {"n": 1}) == {}
+    assert seen == [{"n": 1}] * 2
+
+
 def test_a_response_that_is_no_json_is_refused() -> None:
     page, _ = failing(Reply(200, b"<html>\x1b[2Jwelcome</html>"))
     deep, _ = failing(Reply(200, b"[" * 900))

@@ -22,9 +22,6 @@ from tasks.verify.servers.server import ServerError
 
 EXCERPT = 300
 """Characters of a response that an error shows."""
-IDLE_S = 2.0
-"""Idle connections are closed after this time: servers close theirs after 5 s, and a request that
-meets that is lost."""
 # vLLM grants a prompt as long as the context no token: "max_tokens must be at least 1, got 0".
 _TOO_LONG = re.compile(
     r"context (length|size|window)|max_model_len|longer than|too long|max_tokens must be at least",
@@ -56,7 +53,7 @@ class Client:
             base_url=address,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S),
+            limits=httpx.Limits(max_connections=None),
             mounts=DIRECT,
         )
 
@@ -108,9 +105,13 @@ class Client:
     def _response(self, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
         """Return a successful response; wait where a busy server asks for it."""
         until, pause = time.monotonic() + self._timeout_s, 0.5
+        request = self._client.build_request("GET" if body is None else "POST", path, json=body)
         while True:
             try:
-                response = self._client.request("GET" if body is None else "POST", path, json=body)
+                try:
+                    response = self._client.send(request)
+                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                    response = self._client.send(request)  # an idle connection was closed meanwhile
             except httpx.HTTPError as error:
                 slow = isinstance(error, httpx.ReadTimeout)
                 code, hint = _BUSY if slow else ("unreachable", _START)

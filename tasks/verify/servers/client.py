@@ -108,10 +108,7 @@ class Client:
         request = self._client.build_request("GET" if body is None else "POST", path, json=body)
         while True:
             try:
-                try:
-                    response = self._client.send(request)
-                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                    response = self._client.send(request)  # an idle connection was closed meanwhile
+                response = self._sent(request)
             except httpx.HTTPError as error:
                 slow = isinstance(error, httpx.ReadTimeout)
                 code, hint = _BUSY if slow else ("unreachable", _START)
@@ -124,6 +121,13 @@ class Client:
             if response.status_code not in (429, 503) or time.monotonic() + pause > until:
                 raise self._refusal(path, response)
             time.sleep(pause)
+
+    def _sent(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return self._client.send(request)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            # The server closed an idle connection at the same time.
+            return self._client.send(request)
 
     def _refusal(self, path: str, response: httpx.Response) -> ServerError:
         text = _reason(response.text)

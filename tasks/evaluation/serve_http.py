@@ -34,8 +34,7 @@ from tasks.verify.reference import Probe, Reference, token_facts
 from tasks.verify.report import Row
 from tasks.verify.run import run_checks
 from tasks.verify.servers.client import Client, parallel
-from tasks.verify.servers.llama_cpp import LlamaCppServer
-from tasks.verify.servers.openai import OpenAiServer
+from tasks.verify.servers.dialects import LlamaCppServer, OpenAiServer
 from tasks.verify.servers.server import Generated, Server
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 from tasks.witness.plumbline_witness.probes import CHATS

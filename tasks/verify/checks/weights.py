@@ -8,7 +8,7 @@ by their signatures in the numbers: docs/verify.md, "What each fault looks like"
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from tasks.core.terminal import typed
@@ -76,7 +76,7 @@ def distribution(asked: Asked) -> Row:
         f"not the trained model's log-probabilities: {amount}, p95 KL {measured.p95_kl:.1e}, "
         f"top-1 agreement {measured.top1_agreement:.3f}"
     )
-    return Row(name, "fault", text, numbers, (*swapped, *_causes(asked)), limits)
+    return Row(name, "fault", text, numbers, swapped + _causes(asked), limits)
 
 
 def _swapped(asked: Asked) -> tuple[Cause, ...]:
@@ -121,7 +121,7 @@ def adapter(asked: Asked) -> Row:
         return Row(name, "unknown", text, numbers)
     if not asked.is_whole(measured):
         text = f"{part} under {model!r}, expected 1"
-        return Row(name, "fault", text, numbers, tuple(_causes(asked)), limits)
+        return Row(name, "fault", text, numbers, _causes(asked), limits)
     if not measured.is_certain:
         text = f"{part}: too uncertain to tell 1 from 0.5"
         return Row(name, "unknown", text, numbers, limit=limits)
@@ -161,7 +161,7 @@ def base(asked: Asked) -> Row:
         text = f"{own!r} answers as the base of the training: {kl}"
         return Row(name, "ok", text, numbers, limit=limits)
     if asked.reference.quantization not in ("", "none"):
-        cause = _nf4_on_16_bit(asked)
+        cause = Cause("nf4-on-16-bit", *_nf4_on_16_bit(asked))
     else:
         recorded = (asked.reference.facts.get("base") or {}).get("name")
         cause = Cause(
@@ -173,9 +173,8 @@ def base(asked: Asked) -> Row:
     return Row(name, "fault", text, numbers, (cause,), limits)
 
 
-def _nf4_on_16_bit(asked: Asked) -> Cause:
-    return Cause(
-        "nf4-on-16-bit",
+def _nf4_on_16_bit(asked: Asked) -> tuple[str, str]:
+    return (
         f"the adapter was trained on a base in {asked.reference.quantization}, and the server's is "
         "stored in another way",
         f"merge into the dequantized base: {_merge(asked)}; or serve it quantised as in training",
@@ -187,8 +186,8 @@ def _merge(asked: Asked) -> str:
     return f"python flows/deliver.py {source} base=<the base> out=<a new folder>"
 
 
-def _causes(asked: Asked) -> Iterator[Cause]:
-    """Yield the likely causes of a fault of the weights, the likeliest first; at least one."""
+def _causes(asked: Asked) -> tuple[Cause, ...]:
+    """Return the likely causes of a fault of the weights, the likeliest first; at least one."""
     reference, model, folder = asked.reference, asked.model, asked.reference.folder
     distance, kl = asked.distance(model), asked.distance(model).mean_kl
     is_within = not distance.beyond(asked.limit)
@@ -216,93 +215,80 @@ def _causes(asked: Asked) -> Iterator[Cause]:
     is_partial = is_free and dose is not None and not is_whole
     is_near = is_free and kl <= STRANGE
 
-    merge = _merge(asked)
+    # Rounded weights, or a rounded KV cache, would change the base's answers as well.
+    is_elsewhere = is_near and is_whole and has_base
+    is_lost = (is_base and is_within) or (is_partial and share <= 1)
+    is_lost = is_lost and dose is not None and served_base is None
+    # Of one token, rotation changes nothing.
+    first_is_right = distance.first_kl <= max(LOCAL * kl, asked.limit.mean_kl / 4)
+    is_rope = is_near and first_is_right and distance.growth > GROWING
+    was_packed = reference.quantization in ("nf4", "fp4", "int8")
+    is_coarse = is_near and kl <= ROUNDING and (dose is None or (is_whole and not has_base))
+
+    merge, part = _merge(asked), f"{dose.text} of the adapter answers" if dose else ""
     load = f"load {folder} under this name: --lora-modules {model}={folder}"
     seen = f"mean KL {kl:.1e}, while the base on this server is exact"
     if dose is not None and not is_whole:
-        seen = (
-            f"{dose.text} of the adapter answers; the rest of the difference is {remainder:.0%} of "
-            "the adapter's effect"
-        )
-    scaled = Cause(
-        "adapter-scaled",
+        rest = f"the rest of the difference is {remainder:.0%} of the adapter's effect"
+        seen = f"{part}; {rest}"
+    scaled = (
         f"{seen}: its scale is not {_scale(reference.adapter, share)}",
         f"compare r, lora_alpha, use_rslora and rank_pattern in {folder}/adapter_config.json "
         f"with the record; or merge it, by the adapter's own scale: {merge}",
     )
-    elsewhere = Cause("other-adapter", f"{seen}: an adapter of another training", load)
-    if is_base:
-        yield Cause(
-            "base-served",
+    elsewhere = (f"{seen}: an adapter of another training", load)
+    rules: list[tuple[str, bool, tuple[str, str]]] = [
+        ("base-served", is_base, (
             f"{model!r} answers as the base without the adapter (KL from the base "
             f"{from_base:.1e}, from the trained {kl:.1e})",
             "look for 'LoRA' warnings in the server's log; check that the names of the adapter's "
             "modules match those of the served class, start with --enable-lora --lora-modules "
             f"{model}={folder}, or merge it: {merge}",
-        )
-    if is_other:
-        yield Cause(
-            "other-checkpoint" if sibling.startswith("checkpoint-") else "other-adapter",
+        )),
+        ("other-checkpoint" if sibling.startswith("checkpoint-") else "other-adapter", is_other, (
             f"{model!r} answers as {sibling} (KL {from_sibling:.1e}), not as {folder.name} "
             f"(KL {kl:.1e})",
             f"{load}, and restart the server, or verify what is served: "
             f"{typed('source', folder.parent / sibling)}",
-        )
-    if is_partial and remainder < SMALL:
-        yield scaled
-    if is_partial and remainder > LARGE:
-        yield elsewhere
-    # Rounded weights, or a rounded KV cache, would change the base's answers as well.
-    if is_partial or (is_near and is_whole and has_base):
-        yield Cause(
-            "partly-other-weights",
+        )),
+        ("adapter-scaled", is_partial and remainder < SMALL, scaled),
+        ("other-adapter", is_partial and remainder > LARGE, elsewhere),
+        ("partly-other-weights", is_partial or is_elsewhere, (
             f"{seen}: some modules of the adapter are not applied, or are of another step",
             "look for skipped or unexpected modules in the server's log (--lora-target-modules); "
             f"merge the adapter: {merge}",
-        )
-    if is_partial and SMALL <= remainder <= LARGE:
-        yield elsewhere
-    lost = (is_base and is_within) or (is_partial and share <= 1)
-    if lost and dose is not None and served_base is None:
-        yield Cause(
-            "rounded-away",
-            f"{dose.text} of the adapter answers: if it was merged in 16 bits by rounding to "
-            "nearest, updates below half a step of the base's weights are gone",
+        )),
+        ("other-adapter", is_partial and SMALL <= remainder <= LARGE, elsewhere),
+        ("rounded-away", is_lost, (
+            f"{part}: if it was merged in 16 bits by rounding to nearest, updates below half a "
+            "step of the base's weights are gone",
             f"merge again: {merge} merge.rounding=unbiased, or convert.dtype=float32",
-        )
-    # Of one token, rotation changes nothing.
-    first_is_right = distance.first_kl <= max(LOCAL * kl, asked.limit.mean_kl / 4)
-    if is_near and first_is_right and distance.growth > GROWING:
-        yield Cause(
-            "rope",
+        )),
+        ("rope", is_rope, (
             f"the first token of a text is right (KL {distance.first_kl:.1e}) and the error "
             f"grows with the position ({distance.growth:.1f} times from the first to the last "
             "third): rotary embedding with another theta or scaling",
             "compare rope_theta, rope_scaling and rope_parameters in config.json of the served "
             "folder and of the base (a file of transformers 5 read by an older engine loses them), "
             "and start without --rope-scaling, --rope-theta and --hf-overrides",
-        )
-    if is_near and reference.quantization in ("nf4", "fp4", "int8") and not has_base:
-        yield _nf4_on_16_bit(asked)
-    # A large scale moves logits by less than in proportion.
-    if is_near and is_whole and has_base and kl > ROUNDING:
-        yield scaled
-    if is_near and kl <= ROUNDING and (dose is None or (is_whole and not has_base)):
-        yield Cause(
-            "quantised",
+        )),
+        ("nf4-on-16-bit", is_near and was_packed and not has_base, _nf4_on_16_bit(asked)),
+        # A large scale moves logits by less than in proportion.
+        ("adapter-scaled", is_elsewhere and kl > ROUNDING, scaled),
+        ("quantised", is_coarse, (
             f"the model is the trained one with coarser numbers (mean KL {kl:.1e}): quantised "
             "weights or a quantised KV cache",
             "start the server with --dtype bfloat16 --kv-cache-dtype auto and without "
             "--quantization; if it is meant to be quantised, profile=relaxed",
-        )
-    if is_free:
-        yield Cause(
-            "other-weights",
+        )),
+        ("other-weights", is_free, (
             f"mean KL {kl:.2g}, top-1 agreement {distance.top1_agreement:.2f}: the server has "
             f"{'another model' if kl > STRANGE else 'other weights'}",
             "read every byte of what the server loaded: python flows/audit.py source=<its folder> "
             "values=true; a bad file: copy it again",
-        )
+        )),
+    ]  # fmt: skip
+    return tuple(Cause(code, *texts) for code, applies, texts in rules if applies)
 
 
 def _scale(adapter: Mapping[str, Any], share: float) -> str:

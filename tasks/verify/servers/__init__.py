@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from tasks.verify.servers.client import Client
-from tasks.verify.servers.llama_cpp import LlamaCppServer
-from tasks.verify.servers.openai import OpenAiServer, SglangServer
+from tasks.verify.servers.dialects import LlamaCppServer, OpenAiServer, SglangServer
 from tasks.verify.servers.server import Server, ServerError
 
 

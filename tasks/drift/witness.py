@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
-from tasks.drift.verdict import NAMES
+from tasks.drift.verdict import print_in
 from tasks.weights.files.documents import read_json
 from tasks.witness.plumbline_witness.prints import FOLDER, FORMAT
 
@@ -62,9 +62,7 @@ def find_witness(root: Path) -> Witness | None:
             f"{folder}: a record of format {written}; this Plumbline reads up to {FORMAT}",
             hint="a newer Plumbline, or remove the folder",
         )
-    measured = next((folder / name for name in NAMES if (folder / name).is_file()), None)
-    missing = [key for key in ("quantization", "probes") if key not in facts]
-    if measured is None or missing:
-        lacks = ", ".join([*missing, *([] if measured else [" or ".join(NAMES)])])
+    if missing := [key for key in ("quantization", "probes") if key not in facts]:
+        lacks = ", ".join(missing)
         raise ArtifactError(f"{folder}: incomplete, it lacks {lacks}", hint="remove the folder")
-    return Witness(folder, facts, measured)
+    return Witness(folder, facts, print_in(folder))

@@ -44,7 +44,11 @@ def test_a_reward_model_is_compared_by_its_scores(tmp_path: Path, base: Path) ->
 
 @pytest.mark.parametrize(
     ("change", "thing"),
-    [({"format": 99}, "99"), ({"format": 1, "probes": []}, r"fingerprint\.fp")],
+    [
+        ({"format": 99}, "99"),
+        ({"format": 1, "probes": []}, "quantization"),
+        ({"format": 1, "probes": [], "quantization": {}}, r"fingerprint\.fp"),
+    ],
 )
 def test_a_record_that_cannot_be_read(
     tmp_path: Path, change: dict[str, object], thing: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -14,9 +13,6 @@ _INK, _GRID, _LINE, _SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
 _VARIABLES = {
     _INK: "currentColor", _GRID: "var(--grid)", _LINE: "var(--line)", _SECOND: "var(--second)",
 }  # fmt: skip
-_UNUSED_ID = re.compile(
-    r' id="(?:figure|axes|patch|matplotlib|text|line2d|xtick|ytick|legend)[^"]*"'
-)
 _BINS = 24
 _FEW = 40
 """Most points of a curve that are marked."""
@@ -148,7 +144,7 @@ def _picture(label: str, salt: str, draw_on: Callable[..., None], *arguments: An
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         drawn.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
-    text = _UNUSED_ID.sub("", text[text.index("<svg") :])
+    text = text[text.index("<svg") :]
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)

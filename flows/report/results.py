@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,6 @@ from tasks.serving.prompts import matches
 
 RESAMPLES = 10_000
 SEED = 20_261_124
-LEVEL = 0.95
 _AT_ONCE = 4_000_000
 """Most random indices in memory at once."""
 EXACT, SAMPLED, PAIRS = "exact match", "sampled exact match", "pairs in the right order"
@@ -78,8 +76,8 @@ def _means(values: np.ndarray, resamples: int, generator: np.random.Generator) -
 
 
 def _interval(means: np.ndarray, values: np.ndarray, less: np.ndarray | float = 0.0) -> Interval:
-    low, high = (float(np.quantile(means, (1 + side * LEVEL) / 2)) for side in (-1, 1))
-    return Interval(float(values.mean() - np.mean(less)), low, high)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Interval(float(values.mean() - np.mean(less)), float(low), float(high))
 
 
 @dataclass
@@ -131,25 +129,18 @@ def _responses(folder: Path) -> dict[str, Results]:
     measures = {name: Results(scale=scale) for name, scale in scales.items()}
     seen: Counter[str] = Counter()
     for row in read_lines(folder / "generations.jsonl"):
-        text = json.dumps([row.get("id"), row.get("messages"), row.get("expected")], sort_keys=True)
+        expected, drawn = row.get("expected"), sampled.get(row.get("id"), {})
+        text = json.dumps([row.get("id"), row.get("messages"), expected], sort_keys=True)
         seen[text] += 1
         for when in ("before", "after"):
-            for name, value in _values(row, sampled.get(row.get("id"), {}), when):
-                getattr(measures[name], when)[f"{text} {seen[text]}"] = value
+            values = {REWARD: drawn.get(f"reward_{when}"), OWN: row.get(f"function_{when}")}
+            for name, response in ((EXACT, row.get(when)), (SAMPLED, drawn.get(when))):
+                if expected is not None and isinstance(response, str):
+                    values[name] = matches(response, str(expected))
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    getattr(measures[name], when)[f"{text} {seen[text]}"] = float(value)
     return measures
-
-
-def _values(
-    greedy: Mapping[str, Any], sampled: Mapping[str, Any], when: str
-) -> list[tuple[str, float]]:
-    """Return the results of one row by measure."""
-    numbers = [(REWARD, sampled.get(f"reward_{when}")), (OWN, greedy.get(f"function_{when}"))]
-    values = [(name, float(value)) for name, value in numbers if isinstance(value, int | float)]
-    expected = greedy.get("expected")
-    for name, row in ((EXACT, greedy), (SAMPLED, sampled)):
-        if expected is not None and isinstance(row.get(when), str):
-            values.append((name, float(matches(row[when], str(expected)))))
-    return values
 
 
 def _ordered(folder: Path, heldout: str) -> Results:

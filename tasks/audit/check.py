@@ -38,17 +38,9 @@ _RANK = list(Severity).index
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault of a checkpoint, or one fact worth knowing.
+    """One fault of a checkpoint, or one fact worth knowing: a `Fault` and its `Check` as text.
 
-    Attributes:
-        code: stable, short identifier; the key into the page of findings.
-        file: file or folder, relative to the source; "" for the folder as a whole.
-        tensor: name of the tensor, or the first few names; "" if the finding is not about tensors.
-        found: the value or state in the checkpoint.
-        expected: the value or state that is correct.
-        why: the failure that it causes, and the tool that fails.
-        fix: what to do; the exact command if there is one.
-        repairable: True if a repaired copy does not have it.
+    `file` is relative to the source, "" for the folder; `tensor` has the first few names, or "".
     """
 
     code: str
@@ -68,14 +60,12 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """Return a dict of plain JSON values."""
+        names = ("found", "expected", "why", "fix")
         return {
             "code": self.code,
             "severity": self.severity.value,
             "where": {"file": self.file, "tensor": self.tensor},
-            "found": self.found,
-            "expected": self.expected,
-            "why": self.why,
-            "fix": self.fix,
+            **{name: getattr(self, name) for name in names},
         }
 
 
@@ -116,8 +106,7 @@ class Fault:
     """One thing that a check reports; code, reason and fix come from its declaration.
 
     Attributes:
-        actual: the value or state in the checkpoint.
-        expected: the value or state that is correct.
+        actual, expected: the value or state in the checkpoint, and the correct one.
         file: file relative to the source; "" for that of the first tensor, or for the folder.
         tensors: names of tensors; comparisons of names that come later leave them out.
         severity, why, fix: replace those of the declaration.

@@ -27,6 +27,8 @@ _CALL, _RESULT = "call.pickle", "result.pickle"
 _LIMIT_S = 300.0
 _MAX_TENSORS = 200_000
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+_RESULTS: dict[bytes, Any] = {}
+"""Results by function, config.json and shapes: source and base often share them."""
 
 
 def can_be_built(source: Source) -> bool:
@@ -35,11 +37,6 @@ def can_be_built(source: Source) -> bool:
     served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
     plain = not config.get("auto_map") and not config.get("quantization_config")
     return served and plain and bool(name) and len(source.tensors) <= _MAX_TENSORS
-
-
-_RESULTS: dict[bytes, Any] = {}
-"""The last results by function, config.json and shapes: source and base often share them."""
-_MOST_RESULTS = 4
 
 
 def perform_apart(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
@@ -55,10 +52,7 @@ def perform_apart(function: Callable[[*Arguments], T], *arguments: *Arguments) -
     config = (folder / CONFIG).read_bytes() if isinstance(folder, Path) else folder
     key = pickle.dumps((function.__name__, config, rest))
     if key not in _RESULTS:
-        result = _in_child(function, call)
-        if len(_RESULTS) == _MOST_RESULTS:
-            _RESULTS.clear()
-        _RESULTS[key] = result
+        _RESULTS[key] = _in_child(function, call)
     return cast("T", _RESULTS[key])
 
 

@@ -14,16 +14,10 @@ from typing import Any
 
 
 @cache
-def known_kinds() -> Mapping[str, frozenset[str]]:
+def known_classes() -> Mapping[str, frozenset[str]]:
     """Return the classes of transformers that generate or classify, by `model_type`."""
     raw = json.loads(Path(__file__).with_name("known_classes.json").read_text())
     return {kind: frozenset(names) for kind, names in raw["classes"].items()}
-
-
-@cache
-def known_classes() -> frozenset[str]:
-    """Return all these classes."""
-    return frozenset().union(*known_kinds().values())
 
 
 _TEXT = ("text_config", "llm_config", "language_config")

@@ -56,9 +56,9 @@ class Source:
         weights: its tensors; empty for kinds that are not read by headers.
         manifest: the manifest of a Plumbline artifact; empty for other folders.
         beside: descriptions of trainer checkpoints in the same folder.
-        base: the base model, opened in the same way; None if there is none.
+        base: the base model, opened in the same way.
         values: True to read tensor data, False for headers only; None reads up to `READ_BYTES`.
-        adapter: folder of the adapter that was merged into the base; None if unknown.
+        adapter: folder of the adapter that was merged into the base, if it is known.
         planned: True to plan the merge of an adapter, too, if nothing else is wrong with it.
         codes: worst severity of each code that was reported so far.
         explained: names of the tensors in these findings.
@@ -115,7 +115,7 @@ class Source:
 
     @property
     def tensors(self) -> Tensors:
-        """Headers of its tensors; hashes in the manifest of an audited folder are not read."""
+        """Headers of its tensors."""
         return self.weights.tensors
 
     def config(self, name: str = CONFIG) -> Mapping[str, Any]:
@@ -166,7 +166,7 @@ def recognise(root: Path) -> Source:
         weights = model
         kind, what = _model(folder, model)
     elif parts:
-        kind, what = Kind.SHARDS, _shards(folder)
+        kind, what = Kind.SHARDS, "Plumbline's shards"
     elif states:
         kinds = {"DeepSpeed": Kind.DEEPSPEED, "torch distributed": Kind.DISTRIBUTED}
         what, *rest = states
@@ -216,11 +216,9 @@ def _is_head(weights: Weights) -> bool:
 
 
 def _adapter(folder: Folder, weights: Weights) -> str:
-    config, stored = (
-        folder.json(ADAPTER_CONFIG),
-        _stored(weights) if weights.files else "no weights",
-    )
+    config = folder.json(ADAPTER_CONFIG)
     rank = f" of rank {config['r']}" if type(config.get("r")) is int else ""
+    stored = _stored(weights) if weights.files else "no weights"
     return f"a PEFT {'DoRA ' if config.get('use_dora') else ''}adapter{rank} ({stored})"
 
 
@@ -240,15 +238,6 @@ def _model(folder: Folder, weights: Weights) -> tuple[Kind, str]:
     return Kind.MODEL, f"a full {names[0] if names else 'model'} ({stored})"
 
 
-def _shards(folder: Folder) -> str:
-    """Describe Plumbline's shards: of an adapter or of a full model."""
-    partitions = folder.json(PARTITIONS)
-    ranks = partitions.get("world_size")
-    count = f" of {ranks} ranks" if type(ranks) is int else ""
-    of = {"adapter": " of a LoRA adapter", "full": " of a full model"}
-    return f"Plumbline's shards{of.get(str(partitions.get('mode')), '')}{count}"
-
-
 def _named_base(folder: Folder) -> Path | None:
     """Return the local folder that an adapter names as its base, or its snapshot in the hub cache.
 
@@ -256,21 +245,20 @@ def _named_base(folder: Folder) -> Path | None:
     """
     settings = folder.json(ADAPTER_CONFIG)
     name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    revision = revision if isinstance(revision, str) and revision else "main"
     if not isinstance(name, str) or "\0" in name:
         return None
     if name.startswith("/"):
         return Path(name) if Path(name).is_dir() else None
-    if name.count("/") != 1:
+    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}@[\w.-]{1,96}", f"{name}@{revision}"):
         return None
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import constants  # the functions of the library take longer than an audit
 
-    try:
-        config = try_to_load_from_cache(
-            name, CONFIG, revision=revision if isinstance(revision, str) else None
-        )
-    except (OSError, ValueError):  # no id of a model
-        return None
-    return Path(config).parent if isinstance(config, str) else None
+    cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    reference = cache / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    snapshot = cache / "snapshots" / commit
+    return snapshot if (snapshot / CONFIG).is_file() else None
 
 
 def command(program: str, **settings: object) -> str:

@@ -26,8 +26,7 @@ from tasks.weights.tokens.prove_ids import is_leading, misread
 
 HANDLED = {
     "HEAD_PLACE": "split off, and kept as an artifact of its own",
-    "HEAD_LABELS": "served with the labels that the head has",
-    "HEAD_UNUSABLE": "the saved head is used, under the name that it has",
+    "HEAD_UNUSABLE": "the saved head is used, under the name and with the labels that it has",
     "WRAPPER_RESIDUE": "the prefix is taken off: nothing is lost",
     "WRONG_BASE": "refused in the next step, by the same test",
     "MANIFEST_DIFFERS": "refused later: every byte is compared with the manifest first",

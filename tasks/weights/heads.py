@@ -59,8 +59,6 @@ from tasks.weights.perform import Perform, perform
 from tasks.weights.pickled.torch_file import MODEL as PICKLED
 from tasks.weights.pickled.torch_file import is_pickled_model, read_model, read_state
 from tasks.weights.plan import Plan, Planned, as_is
-from tasks.weights.tokens.tokenizer import read_tokenizer
-from tasks.weights.write import write
 
 Role = Literal["value", "reward", "either"]
 Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]
@@ -506,6 +504,8 @@ def _shapes(plan: Plan) -> Shapes:
 
 def endings(*folders: Path) -> list[int]:
     """Return the EOS ids of the first folder that has a tokenizer; empty if none has."""
+    from tasks.weights.tokens.tokenizer import read_tokenizer  # an audit of headers needs neither
+
     for folder in folders:
         if (folder / "tokenizer.json").is_file():
             return read_tokenizer(folder).stops
@@ -595,6 +595,8 @@ def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
     Returns the keys of its tensors; their bytes are those of the source. Raises ContractError for
     a head with NaN or infinity.
     """
+    from tasks.weights.write import write
+
     head, folder = detected.require(), detected.folder
     names = dict(zip(KEYS, head.sources, strict=False))
     source = folder.sources[head.weight.partition(":")[0]]

@@ -16,7 +16,7 @@ from tasks.delivery.plan import Request, Target, prepare
 from tasks.delivery.source import read_sources
 from tests.audit.corpus import Broken, Corpus
 from tests.audit.corpus.broken_models import BROKEN_MODELS
-from tests.audit.corpus.broken_tuned import BROKEN_TUNED, export, quantised
+from tests.audit.corpus.broken_tuned import BROKEN_TUNED, export
 from tests.audit.corpus.clean import CLEAN
 from tests.audit.making import edit_json
 
@@ -139,17 +139,6 @@ def test_a_cut_header_is_refused(corpus: Corpus, tmp_path: Path) -> None:
         (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:end])
         with pytest.raises(ArtifactError):
             read_gguf(tmp_path / "cut.gguf")
-
-
-def test_names_of_layers_that_stay_in_16_bits(corpus: Corpus) -> None:
-    for ignored, wrong in (
-        (["model.language_model.head"], True),
-        (["lm_head"], False),  # tied: not on disk
-        (["vision_tower.x", "model.layers.0.self_attn.q_proj.linear"], False),
-        (["re:.*self_attn.*"], False),
-    ):
-        folder = corpus.broken(Broken("", "qwen2", quantised(ignored, 32)))
-        assert ("QUANT_CONFIG" in codes(folder)) is wrong, ignored
 
 
 def test_a_context_below_the_rows_of_the_training(corpus: Corpus) -> None:

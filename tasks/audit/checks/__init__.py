@@ -1,13 +1,13 @@
 """Checks of an opened source, in the order of the report; see `tasks.audit.check`.
 
-folder, files          the folder, checkpoints that are not gathered, weight files
-names, heads           names and shapes of tensors, heads
-adapter, adapter_base  PEFT adapters, and how they fit their base
-templates, tokens      chat templates, tokenizers
-witness                the record that training left
-config                 settings; dtypes and quantisation
-exports                GGUF files and Modelfiles
-values, merge          numbers: by themselves, against the base, against base and adapter
+folder, files      the folder, checkpoints that are not gathered, weight files
+names, heads       names and shapes of tensors, heads
+adapter            PEFT adapters, and what servers leave out of them
+templates, tokens  chat templates, tokenizers
+witness            the record that training left
+config             settings; dtypes and quantisation
+exports            GGUF files and Modelfiles
+values, merge      numbers: by themselves, against the base; merges of adapters
 """
 
 from tasks.audit.checks import (  # isort: skip -- in the order of the report
@@ -16,7 +16,6 @@ from tasks.audit.checks import (  # isort: skip -- in the order of the report
     names as names,
     heads as heads,
     adapter as adapter,
-    adapter_base as adapter_base,
     templates as templates,
     tokens as tokens,
     witness as witness,

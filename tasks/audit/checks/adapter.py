@@ -1,35 +1,30 @@
-"""PEFT adapters: their settings, their tensors, and what vLLM accepts."""
+"""PEFT adapters: their settings and tensors, and what servers leave out.
+
+`merge` plans the merge into the base, by which names and shapes are compared with it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
-from tasks.audit.check import ERROR, WARNING, Fault, check, some
-from tasks.audit.known import texts
+from tasks.audit.check import ADAPTER, BASE, ERROR, WARNING, Fault, check, some
+from tasks.audit.known import is_multimodal, text_config, texts
 from tasks.audit.source import ADAPTER_CONFIG, Kind, Source
 from tasks.audit.tensor_names import INPUT, OUTPUT, TOWER, adapter_name
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.tensors import Tensor
 from tasks.weights.heads import SIDE_FILES
-from tasks.weights.lora_config import PATTERN, AdapterConfig, parse_config
+from tasks.weights.lora_config import AdapterConfig, parse_config
+from tasks.weights.quantized.config_fields import is_packed, refusal, remedy, stored
 
-_HALF = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<half>[AB])(\.weight)?")
-_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.weight)?")
-_TOKENS = re.compile(r"(?P<module>.+?)(\.token_adapter)?\.trainable_tokens_delta")
+_PART = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<part>A|B|magnitude_vector)(\.weight)?")
+_MAGNITUDE = "magnitude_vector"
 _BASE_LAYER = ".base_layer"
 _LAYER = re.compile(r"\.(\d{1,8})(?=\.)")
-
-
-@dataclass
-class Pair:
-    """LoRA tensors of one module."""
-
-    a: Tensor | None = None
-    b: Tensor | None = None
-    magnitude: Tensor | None = None
+_MOST_PATTERNS = 400
+"""Python caches about 500 compiled patterns."""
 
 
 @dataclass
@@ -37,16 +32,12 @@ class AdapterKeys:
     """The tensors of an adapter.
 
     Attributes:
-        pairs: LoRA pairs by module name in the base.
-        tokens: rows of trained tokens, by embedding.
-        whole: tensors that are stored in full, by their key in the base.
-        keys: key in the file, by name in `tokens` or `whole`.
+        pairs: LoRA tensors by module of the base, then by part: A, B, magnitude_vector.
+        whole: key in the file of tensors that are stored in full, by their key in the base.
     """
 
-    pairs: dict[str, Pair] = field(default_factory=dict)
-    tokens: dict[str, Tensor] = field(default_factory=dict)
-    whole: dict[str, Tensor] = field(default_factory=dict)
-    keys: dict[str, str] = field(default_factory=dict)
+    pairs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
 
 
 def adapter_keys(source: Source) -> AdapterKeys:
@@ -54,20 +45,10 @@ def adapter_keys(source: Source) -> AdapterKeys:
     result = AdapterKeys()
     for key, tensor in source.tensors.items():
         name = adapter_name(key).removeprefix(PEFT_PREFIX)
-        half, magnitude = _HALF.fullmatch(name), _MAGNITUDE.fullmatch(name)
-        tokens = _TOKENS.fullmatch(name)
-        if half:
-            pair = result.pairs.setdefault(half["module"], Pair())
-            setattr(pair, half["half"].lower(), tensor)
-        elif magnitude:
-            result.pairs.setdefault(magnitude["module"], Pair()).magnitude = tensor
-        elif tokens:
-            result.tokens[tokens["module"]] = tensor
-            result.keys[tokens["module"]] = key
-        elif ".lora_" not in name:
-            plain = name.replace(".modules_to_save.", ".")
-            result.whole[plain] = tensor
-            result.keys[plain] = key
+        if part := _PART.fullmatch(name):
+            result.pairs.setdefault(part["module"], {})[part["part"]] = tensor
+        elif ".lora_" not in name and ".trainable_tokens_delta" not in name:
+            result.whole[name.replace(".modules_to_save.", ".")] = key
     return result
 
 
@@ -81,15 +62,6 @@ def plain_module(module: str) -> str:
 def pattern_of(name: str) -> str:
     """Return a name with `*` for layer numbers: `model.layers.*.self_attn.q_proj`."""
     return _LAYER.sub(".*", name)
-
-
-_MOST_PATTERNS = 400
-"""Python caches about 500 compiled patterns."""
-
-
-def is_cheap(*patterns: str) -> bool:
-    """Return True if no pattern can take long to match; untrusted regular expressions can."""
-    return not any(re.search(r"[*+{(]", pattern) for pattern in patterns)
 
 
 def is_lora(source: Source) -> bool:
@@ -135,20 +107,6 @@ def wrong_settings(source: Source) -> Iterator[Fault]:
             severity = ERROR if problem.startswith(("r=", "lora_alpha=")) else WARNING
             expected = "a LoRA adapter that can be merged"
             yield Fault(problem, expected, file=ADAPTER_CONFIG, severity=severity)
-    if not has_pairs(source) or raw.get("target_parameters"):
-        return  # names of targeted parameters are not in the keys
-    config = source.once(adapter_config)
-    names = [plain_module(name) for name in source.once(adapter_keys).pairs]
-    for setting in ("rank_pattern", "alpha_pattern"):
-        dead = [
-            pattern
-            for pattern in islice(getattr(config, setting), _MOST_PATTERNS)
-            if is_cheap(pattern)
-            and not any(re.match(PATTERN.replace("{}", pattern), name) for name in names)
-        ]
-        if dead and names:
-            text = f"{setting}: {some(dead)} matches no module"
-            yield Fault(text, "names of its modules", file=ADAPTER_CONFIG, severity=WARNING)
 
 
 @check(
@@ -159,28 +117,32 @@ def wrong_settings(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def wrong_pairs(source: Source) -> Iterator[Fault]:
     """LoRA pairs that lack a half, or have other ranks or magnitudes than adapter_config.json."""
-    pairs, wrong = source.once(adapter_keys).pairs, dict[tuple[str, str], list[str]]()
-    for module, pair in pairs.items():
-        for fault in _faults_of(module, pair, source.once(adapter_config)):
+    config, wrong = source.once(adapter_config), dict[tuple[str, str], list[str]]()
+    for module, pair in source.once(adapter_keys).pairs.items():
+        for fault in _faults_of(module, pair, config):
             wrong.setdefault(fault, []).append(module)
     for (actual, expected), modules in wrong.items():
         yield Fault(f"{len(modules)}: {actual}", expected, tensors=modules)
 
 
-def _faults_of(module: str, pair: Pair, config: AdapterConfig) -> Iterator[tuple[str, str]]:
+def _faults_of(
+    module: str, pair: dict[str, Tensor], config: AdapterConfig
+) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a pair, and what is right."""
-    if pair.magnitude and not config.dora:
+    a, b = pair.get("A"), pair.get("B")
+    if _MAGNITUDE in pair and not config.dora:
         yield "magnitudes, use_dora is not set", "use_dora true"
-    if pair.a is None or pair.b is None:
-        half, other = ("A", "B") if pair.a else ("B", "A")
+    if a is None or b is None:
+        half, other = ("A", "B") if a else ("B", "A")
         yield f"lora_{half} without lora_{other}", "both for every module"
         return
-    if config.dora and not config.target_parameters and not pair.magnitude:
+    if config.dora and not config.target_parameters and _MAGNITUDE not in pair:
         yield "use_dora, no magnitudes", "a lora_magnitude_vector for every module"
-    shapes, patterns = (*pair.a.shape, *pair.b.shape), config.rank_pattern
-    readable = len(patterns) <= _MOST_PATTERNS and is_cheap(*patterns)
-    if len(pair.a.shape) > 1 and len(pair.b.shape) > 1 and readable and 0 not in shapes:
-        ranks, rank = (pair.a.shape[0], pair.b.shape[1]), config.rank_of(plain_module(module))
+    patterns = config.rank_pattern
+    # Patterns of an untrusted file can take for ever.
+    cheap = len(patterns) <= _MOST_PATTERNS and not any(re.search(r"[*+{(]", p) for p in patterns)
+    if len(a.shape) > 1 and len(b.shape) > 1 and cheap and 0 not in (*a.shape, *b.shape):
+        ranks, rank = (a.shape[0], b.shape[1]), config.rank_of(plain_module(module))
         # A targeted parameter of experts has the pairs of all experts in one tensor.
         stacked = config.target_parameters and ranks[0] % rank == 0
         if ranks[0] != ranks[1] or (ranks[0] != rank and not stacked):
@@ -205,7 +167,7 @@ def uncovered_targets(source: Source) -> Iterator[Fault]:
             text, expected = "no pair of that name", "one for each target"
             yield Fault(text, expected, ADAPTER_CONFIG, absent, severity=severity)
     if source.base is not None or config.layers_to_transform:
-        return  # the base tells which layers have the module
+        return  # the plan of the merge compares every module
     layers: dict[str, set[int]] = {}
     for module in pairs:
         if number := _LAYER.search(module):
@@ -228,38 +190,31 @@ _EMBEDDINGS = (*INPUT, *OUTPUT)
 
 @check(
     "ADAPTER_SAVED", ERROR, needs=(has_pairs,),
-    why="peft fails with KeyError, or drops tensors, or assigns token rows to other tokens",
-    fix="restore modules_to_save, bias and trainable_token_indices, or save the adapter again",
+    why="peft fails with KeyError, or drops tensors without a word",
+    fix="restore modules_to_save and bias, or save the adapter again",
     issues="LLaMA-Factory #7665, peft #2450",
 )  # fmt: skip
 def saved_modules(source: Source) -> Iterator[Fault]:
-    """Full tensors and token rows that disagree with adapter_config.json."""
-    keys, config = source.once(adapter_keys), source.once(adapter_config)
+    """Full tensors that disagree with adapter_config.json."""
+    whole, config = source.once(adapter_keys).whole, source.once(adapter_config)
     wanted = set(config.modules_to_save)
     if config.task_type in ("SEQ_CLS", "TOKEN_CLS"):
         wanted -= set(_HEADS)
-    if any(_is_of(_ALL_HEADS, key) for key in keys.whole):
+    if any(_is_of(_ALL_HEADS, key) for key in whole):
         wanted -= set(_ALL_HEADS)  # ms-swift names every possible head
-    absent = sorted(name for name in wanted if not any(_is_of([name], key) for key in keys.whole))
+    absent = sorted(name for name in wanted if not any(_is_of([name], key) for key in whole))
     if absent:
         text = "no tensor of a name in modules_to_save"
         yield Fault(text, "the module in full", ADAPTER_CONFIG, absent)
     odd = [
-        keys.keys[name]
-        for name in keys.whole
+        key
+        for name, key in whole.items()
         if not _is_of((*config.modules_to_save, *_EMBEDDINGS, *_ALL_HEADS), name)
         and not (name.endswith(".bias") and config.bias != "none")
     ]
     if odd:
         text, expected = f"{len(odd)} full tensors", "named by modules_to_save or bias"
         yield Fault(text, expected, tensors=odd, severity=WARNING)
-    rows = {len(indices) for indices in config.token_indices.values()}
-    if config.token_indices and not keys.tokens:
-        yield Fault("trainable_token_indices, and no rows", "their rows", file=ADAPTER_CONFIG)
-    for name, tensor in keys.tokens.items():
-        if tensor.shape and 0 not in tensor.shape and tensor.shape[0] not in rows:
-            expected = f"{', '.join(map(str, sorted(rows))) or 'no'} indices"
-            yield Fault(f"{tensor.shape[0]} rows", expected, tensors=[keys.keys[name]])
 
 
 def _is_of(modules: Iterable[str], key: str) -> bool:
@@ -268,14 +223,19 @@ def _is_of(modules: Iterable[str], key: str) -> bool:
     return any(at.endswith(module) or f".{module}." in f".{at}." for module in modules)
 
 
+_TEXT, _WRAPPED = "model.layers.", re.compile(r"(model\.)?language_model\..*\.\d+\.")
+_TEXT_NAMES_TAKEN = ("ministral3", "mistral")
+"""Text models whose names vLLM maps to the multimodal model (its `mistral3.py`)."""
+
+
 @check(
     "VLLM_LORA", WARNING, needs=(is_lora,),
     why="vLLM, for some families SGLang too, leaves these parts of an adapter out without a word",
     fix="merge it before serving: {merge}; or ask the server whether it applies it: verify",
-    issues="vLLM PR #41384, vLLM PR #52198, sglang PR #25528",
+    issues="vLLM PR #41384, vLLM PR #52198, sglang PR #25528, vLLM #34186, vLLM #48019",
 )  # fmt: skip
 def ignored_by_vllm(source: Source) -> Iterator[Fault]:
-    """Pairs on a tower, or on parameters (`target_parameters`), which servers may leave out."""
+    """Pairs that servers may leave out: on a tower, on parameters, under a text model's names."""
     parameters = texts(source.config(ADAPTER_CONFIG).get("target_parameters"))
     if parameters:
         expected = "target_modules, or a server that applies them"
@@ -285,3 +245,34 @@ def ignored_by_vllm(source: Source) -> Iterator[Fault]:
     if towers:
         text, expected = f"{len(towers)} pairs on a tower", "pairs on the language model"
         yield Fault(text, expected, tensors=towers)
+    base = source.base
+    if base is None or not is_multimodal(base.config()):
+        return
+    wrapped = [key for key in base.tensors if _WRAPPED.match(key)]
+    names = [name for name in pairs if name.startswith(_TEXT)]
+    taken = text_config(base.config()).get("model_type") in _TEXT_NAMES_TAKEN
+    if names and wrapped and not taken and not any(key.startswith(_TEXT) for key in base.tensors):
+        expected = f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}"
+        yield Fault(f"{names[0]}, a name of the text model", expected, tensors=names)
+
+
+@check(
+    "BASE_QUANTISED", WARNING, needs=(ADAPTER, BASE),
+    why="4-bit weights differ from 16-bit ones by more than most adapters change them",
+    fix="merge it with merge.base=dequantized, on the base that it was trained on",
+    issues="ms-swift #7907, LLaMA-Factory #10328, unsloth-zoo PR #810, peft #2321, peft #2105",
+)  # fmt: skip
+def qlora_base(source: Source) -> Iterator[Fault]:
+    """An adapter that was trained on a 4-bit base; an error for weights that cannot be decoded."""
+    name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
+    config, root, text = source.known_base.config(), source.known_base.folder.root, ""
+    if refused := refusal(config):
+        why = "the adapter can neither be merged into such weights nor compared with them"
+        fix = "take the unquantised model that it was made from as base="
+        yield Fault(f"{root}: {refused}", remedy(root), "", (), ERROR, why, fix)
+    elif is_packed(config):
+        text = f"a base of {stored(config)}"
+    elif isinstance(name, str) and name.lower().rstrip("/").endswith(("-bnb-4bit", "-4bit")):
+        text = f"trained on {name}, but base is in 16 bits"
+    if text:
+        yield Fault(text, "the dequantised base", ADAPTER_CONFIG)

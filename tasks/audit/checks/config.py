@@ -1,30 +1,17 @@
-"""Settings: what the weights compute, generation; dtypes and quantisation of what is stored."""
+"""Settings: what the weights compute; dtypes and quantisation of what is stored."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.check import (
-    BASE,
-    ERROR,
-    INFO,
-    MODEL,
-    WARNING,
-    WHOLE,
-    Fault,
-    also,
-    check,
-    either,
-    some,
-)
+from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check, either
 from tasks.audit.checks.names import is_declared_elsewhere
 from tasks.audit.checks.templates import SETTINGS
-from tasks.audit.checks.tokens import GENERATION, GENERIC_TOKENIZER
-from tasks.audit.known import of_text, text_config, texts, whole
+from tasks.audit.checks.tokens import GENERIC_TOKENIZER
+from tasks.audit.known import of_text, text_config
 from tasks.audit.source import CONFIG, Source, setting
 from tasks.audit.tensor_names import embeddings_of, plain_tensors
 from tasks.weights.files.dtypes import DTYPE_NAMES
@@ -37,7 +24,6 @@ _THETAS = {
     "exaone4": 1e6, "gemma3_text": 1e6, "gpt_oss": 150_000.0, "llama4_text": 5e5, "mixtral": 1e6,
 }  # fmt: skip
 """Families with another default in transformers 4."""
-_NEW_TOKENIZER = "TokenizersBackend"
 _COMPUTE = (
     "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps",
     "hidden_act", "hidden_activation", "activation_function",
@@ -56,33 +42,21 @@ _OF_PROMPTS = ("add_bos_token", "add_eos_token", "add_prefix_space")
 
 
 @check(
-    "TRANSFORMERS_4", INFO, needs=(either,),
-    why="older versions do not load it, or use the default rope theta, or float32",
+    "TRANSFORMERS_4", INFO, needs=(MODEL,),
+    why="older versions of transformers and vLLM read their default rope theta: garbage, silently",
     fix="for such servers write what is expected beside it",
-    issues="LLaMA-Factory #10310, minimind #578, QwenPaw #3084, vLLM PR #44158, "
-    "unsloth-zoo PR #286",
+    issues="minimind #578, vLLM PR #44158",
 )  # fmt: skip
 def transformers_4(source: Source) -> Iterator[Fault]:
-    """Settings of transformers 5 that transformers 4 does not load, or reads otherwise."""
-    settings, config = source.config(SETTINGS), source.config() if source.is_model else {}
-    if settings.get("tokenizer_class") == _NEW_TOKENIZER:
-        fix = setting(SETTINGS, tokenizer_class=GENERIC_TOKENIZER)
-        yield Fault(f"tokenizer_class {_NEW_TOKENIZER!r}", fix, SETTINGS, fix=fix)
-    more = settings.get("extra_special_tokens")
-    if more and isinstance(more, list):
-        expected = "the list as additional_special_tokens"
-        yield Fault(f"extra_special_tokens, a list of {len(more)}", expected, SETTINGS)
-    text = text_config(config)
-    lost = _old_rope(text)
+    """A rope theta under `rope_parameters`, where transformers 4 does not look."""
+    text = text_config(source.config())
+    scaling = dict(_new_rope(text) or {})
+    theta = scaling.pop("rope_theta", None)
     default = _THETAS.get(str(text.get("model_type")), _THETA)
-    same = lost.get("rope_theta") in (None, default) and "rope_scaling" not in lost
-    if lost and "rope_theta" not in text and not same:
-        actual, fix = f"no rope_theta: read as {default:.0f}", setting(CONFIG, **lost)
-        yield Fault(actual, fix, CONFIG, ["rope_parameters"], fix=fix)
-    dtype = of_text(config, "dtype")
-    if isinstance(dtype, str) and dtype != "float32" and not of_text(config, "torch_dtype"):
-        fix = setting(CONFIG, torch_dtype=dtype)
-        yield Fault(f"dtype {dtype}, and no torch_dtype", fix, CONFIG, fix=fix)
+    if "rope_theta" not in text and theta not in (None, default):
+        plain = scaling.get("rope_type", "default") == "default" and "mrope_section" not in scaling
+        fix = setting(CONFIG, rope_theta=theta, **({} if plain else {"rope_scaling": scaling}))
+        yield Fault(f"read as {default:.0f}", fix, CONFIG, ["rope_parameters"], fix=fix)
 
 
 def _new_rope(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -92,15 +66,6 @@ def _new_rope(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     full = new.get("full_attention")
     return full if isinstance(full, Mapping) else new
-
-
-def _old_rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `rope_parameters` of a language model to the settings of transformers 4."""
-    new = _new_rope(text) or {}
-    rest = {key: value for key, value in new.items() if key != "rope_theta"}
-    old = {"rope_theta": new["rope_theta"]} if "rope_theta" in new else {}
-    plain = rest.get("rope_type", "default") == "default" and "mrope_section" not in rest
-    return old if plain else {**old, "rope_scaling": rest}
 
 
 def rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +107,7 @@ def config_changed(source: Source) -> Iterator[Fault]:
     base = source.known_base
     if source.is_model and source.config() and base.config():
         yield from _computed(source, base)
-    mine, others = (_class_of(each.config(SETTINGS)) for each in (source, base))
+    mine, others = (_tokenizer_class(each.config(SETTINGS)) for each in (source, base))
     # Where the base names the general class, transformers 5 writes that of the family.
     others = None if others == GENERIC_TOKENIZER.removesuffix("Fast") else others
     rows = {"tokenizer_class": (mine, others)}
@@ -193,60 +158,23 @@ def _window(config: Mapping[str, Any]) -> Any:
     return of_text(config, "sliding_window") if used else None
 
 
-def _class_of(settings: Mapping[str, Any]) -> str | None:
+def _tokenizer_class(settings: Mapping[str, Any]) -> str | None:
     """Return the tokenizer class without the suffix Fast; None for that of transformers 5."""
     name = settings.get("tokenizer_class")
-    known = isinstance(name, str) and name != _NEW_TOKENIZER
+    known = isinstance(name, str) and name != "TokenizersBackend"
     return str(name).removesuffix("Fast") if known else None
 
 
-_NONE = (math.inf, math.inf)
-_SAMPLING = (
-    # setting, the least and the most that vLLM 0.32 and transformers 5 take, what decides answers
-    ("temperature", (0.0, 2.0), (0.0, 0.05), "0, or 0.05 to 2"),
-    ("top_p", (1e-9, 1.0), _NONE, "above 0, at most 1"),
-    ("min_p", (0.0, 1.0), _NONE, "0 to 1"),
-    ("top_k", (-1.0, math.inf), _NONE, "-1, 0 or more"),
-    ("repetition_penalty", (1e-9, math.inf), (1.5, math.inf), "above 0, at most 1.5"),
+_STATE = re.compile(
+    r"\.(absmax|quant_map|quant_state\..+|nested_absmax|SCB|qweight|qzeros|g_idx|weight_packed|"
+    r"weight_global_scale|weight_scale(_inv)?)$|_proj_(blocks|scales)$"
 )
-
-
-@check(
-    "GENERATION_SETTINGS", WARNING, needs=(MODEL,),
-    why="vLLM samples by it: it refuses each request with a value out of range",
-    fix="write the settings of the base, or remove them",
-    issues="vLLM #15241, lm-evaluation-harness PR #3160",
-)  # fmt: skip
-def generation_settings(source: Source) -> Iterator[Fault]:
-    """Sampling defaults that servers refuse, or that decide every answer, unless the base's."""
-    base = source.base.config(GENERATION) if source.base is not None else {}
-    for name, (least, most), (low, high), words in _SAMPLING:
-        value = source.config(GENERATION).get(name)
-        if not isinstance(value, int | float):
-            continue
-        refused = not least <= value <= most
-        odd = low < value < high and base.get(name) != value
-        if refused or odd:
-            severity = ERROR if refused else None
-            yield Fault(f"{name} {value}", words, file=GENERATION, severity=severity)
-
-
-_STATES: Mapping[str, tuple[str, ...]] = {
-    # By method: suffixes that are added to the key of a weight, or replace it.
-    "bitsandbytes": (".absmax", ".quant_map", ".quant_state.", ".nested_absmax", ".SCB"),
-    "gptq": (".qweight", ".qzeros", ".g_idx"),
-    "awq": (".qweight", ".qzeros"),
-    "compressed-tensors": (".weight_packed", ".weight_scale", ".weight_global_scale"),
-    "fp8": (".weight_scale_inv", ".weight_scale"),
-    "fbgemm_fp8": (".weight_scale",),
-    "mxfp4": ("_proj_blocks", "_proj_scales"),
-}
-_BITSANDBYTES = "bitsandbytes"
-_PACKED_DTYPES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
+"""Keys of what quantisation stores beside a weight, or in its place."""
+_PACKING = ("bitsandbytes", "gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
+"""Methods that store such keys, or packed dtypes."""
 _BYTES = ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_PACKED = (*_BYTES, "I32")
 _FLOATS = ("F64", "F32", "BF16", "F16")
-_PER_WORD = 8
-"""4-bit weights in a packed integer."""
 
 
 @check(
@@ -254,39 +182,25 @@ _PER_WORD = 8
     why="loaders quantise again, or read packed bytes as weights: 'size mismatch', or garbage",
     fix="remove it if the weights are not packed; else restore it, or merge in 16 bits: {again}",
     issues="open-instruct #427, peft #2321, unsloth-zoo PR #803, OpenRLHF #501, "
-    "llm-compressor #1983, sglang PR #24929, imp PR #1970",
+    "llm-compressor #1983, sglang PR #24929",
 )  # fmt: skip
 def quantisation(source: Source) -> Iterator[Fault]:
-    """config.json and the tensors disagree about quantisation; an info for a model in 4 bits."""
+    """config.json and the tensors disagree about quantisation."""
     tensors, method = source.tensors, (stored(source.config()) or "").partition(",")[0]
-    states = {key: kind for key in tensors if (kind := _method_of(key))}
+    states = [key for key in tensors if _STATE.search(key)]
     real = [key for key in states if _is_packed(key, tensors)]
     residue = [key for key in states if key not in real]
     if residue:
         text = f"{len(residue)} quantisation states"
         yield Fault(text, "packed weights, or no states", tensors=residue)
-    known = {_weight_of(key) for key in real}
-    lost = [
-        key
-        for key, tensor in tensors.items()
-        if key.endswith(".weight") and tensor.dtype == "U8" and key not in known
-    ]
-    if lost and method == _BITSANDBYTES:
-        text = f"{len(lost)} packed weights without a state"
-        yield Fault(text, "absmax, quant_map and quant_state of each", tensors=lost)
-    elif real and method == _BITSANDBYTES:
-        why = "if an adapter was merged into it, its delta was rounded to 4 bits"
-        fix = "merge into the dequantised weights and keep 16 bits"
-        text = f"stored as {stored(source.config())}"
-        yield Fault(text, "nothing, if it is intended", CONFIG, (), INFO, why, fix)
-    packed = any(tensor.dtype in _PACKED_DTYPES for tensor in tensors.values())
-    if tensors and method in _STATES and not states and not packed:
+    packed = any(tensor.dtype in _PACKED for tensor in tensors.values())
+    if tensors and method in _PACKING and not states and not packed:
         text = f"{QUANTIZATION} of {stored(source.config())}, and no packed tensor"
         yield Fault(text, f"no {QUANTIZATION}", file=CONFIG)
     if is_declared_elsewhere(source):
         return
     if real and not method:
-        yield Fault(f"states of {states[real[0]]}", QUANTIZATION, CONFIG, real)
+        yield Fault(f"{len(real)} quantisation states", QUANTIZATION, CONFIG, real)
     bare = [
         key
         for key, tensor in tensors.items()
@@ -297,80 +211,18 @@ def quantisation(source: Source) -> Iterator[Fault]:
         yield Fault(text, "16-bit or 32-bit weights, or scales", tensors=bare)
 
 
-@also("QUANT_CONFIG", needs=(MODEL, WHOLE))
-def quantised_layers(source: Source) -> Iterator[Fault]:
-    """Names and group sizes in quantization_config that do not fit the tensors."""
-    settings = source.config().get(QUANTIZATION)
-    if not isinstance(settings, Mapping):
-        return
-    modules = {key.rpartition(".")[0] for key in source.tensors}
-    for name in ("ignore", "modules_to_not_convert"):
-        listed = texts(settings.get(name))
-        # A list may name towers that this model lacks, beside what it has.
-        if listed and not any(_is_there(each, modules) for each in listed):
-            text, expected = f"{name}: {some(listed)}", "modules of this model"
-            yield Fault(text, expected, file=CONFIG, severity=WARNING)
-    size, wrong = _group_size(settings), list[str]()
-    for key, packed in source.tensors.items():
-        scale = source.tensors.get(key.replace("_packed", "_scale"))
-        if not size or not key.endswith(".weight_packed") or scale is None:
-            continue
-        if scale.shape[-1] * size != packed.shape[-1] * _PER_WORD:
-            wrong.append(key)
-    if wrong:
-        text = f"{len(wrong)} matrices with other scales"
-        yield Fault(text, f"a scale for {size} columns each", tensors=wrong)
-
-
-def _is_there(name: str, modules: set[str]) -> bool:
-    """Return True if a name, or a pattern `re:...`, of an ignore list fits a module."""
-    if name.startswith("re:"):
-        try:
-            pattern = re.compile(name.removeprefix("re:"))
-        except re.error:
-            return False
-        return any(pattern.match(module) for module in modules)
-    name = name.removesuffix(".linear")  # as llm-compressor names wrapped layers
-    return name.endswith("lm_head") or any(name in module for module in modules)  # may be tied
-
-
-def _group_size(settings: Mapping[str, Any]) -> int:
-    """Return the group size of compressed-tensors' 4-bit weights; 0 for none."""
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("num_bits") == 4:
-            return whole(weights.get("group_size")) or 0
-    return 0
-
-
-def _method_of(key: str) -> str:
-    """Return the quantisation method that writes such a key, or ""."""
-    for method, marks in _STATES.items():
-        for mark in marks:
-            if key.endswith(mark) or (mark.endswith(".") and mark in key):
-                return method
-    return ""
-
-
-def _weight_of(key: str) -> str:
-    """Return the key of the weight that a state belongs to; the key itself if it names none."""
-    for mark in (".quant_state.", ".nested_absmax", ".nested_quant_map", ".absmax", ".quant_map"):
-        if mark in key:
-            return key.partition(mark)[0]
-    if key.endswith(".SCB"):
-        return key.removesuffix("SCB") + "weight"
-    return key.removesuffix("_inv").removesuffix("_scale")
-
-
 def _is_packed(key: str, tensors: Tensors) -> bool:
     """Return True if the weight of a state is packed; assume so if the key names no weight."""
-    weight = _weight_of(key)
+    weight = key.removesuffix("_inv").removesuffix("_scale")
+    for mark in (".quant_", ".nested_", ".absmax"):
+        weight = weight.partition(mark)[0]
+    if key.endswith(".SCB"):
+        weight = key.removesuffix("SCB") + "weight"
     tensor = tensors.get(weight)
     if weight == key or (tensor is None and "_scale" in key):
         return True  # such methods use other names for packed weights
     # bitsandbytes may pack into a float dtype: then the shape decides.
-    return tensor is not None and (tensor.dtype in _PACKED_DTYPES or tensor.shape[1:] == (1,))
+    return tensor is not None and (tensor.dtype in _PACKED or tensor.shape[1:] == (1,))
 
 
 @check(

@@ -57,16 +57,14 @@ def nothing_here(source: Source) -> Iterator[Fault]:
 
 
 _CONVERSIONS = {
+    # part of the description: conversion
     "verl's FSDP": "python -m verl.model_merger merge --backend fsdp --local_dir {root} "
     "--target_dir <a new folder>",
-    "Megatron": "Megatron-Bridge's AutoBridge.export_ckpt, or the trainer's own export to Hugging "
-    "Face",
+    "Megatron": "Megatron-Bridge's AutoBridge.export_ckpt",
     GGUF: "serve it with llama.cpp or Ollama, and compare the server with the folder that it was "
     "converted from: plumbline verify url=<its address> source=<that folder>",
-    "raw torch state dict": "load it into its class and save that: model.load_state_dict(torch."
-    "load(FILE, weights_only=True)); model.save_pretrained(<a new folder>)",
+    "raw torch state dict": "load it into its class, and save that with save_pretrained",
 }
-"""Conversion of a checkpoint, by a part of its description."""
 
 
 @check(
@@ -77,13 +75,13 @@ _CONVERSIONS = {
 )  # fmt: skip
 def foreign_format(source: Source) -> Iterator[Fault]:
     """A checkpoint that transformers, peft and vLLM do not load as it is."""
-    if source.kind is not Kind.FOREIGN:
-        return
-    what, root = source.what, shlex.quote(str(source.folder.root))
-    fix = next((how.format(root=root) for part, how in _CONVERSIONS.items() if part in what), "")
-    # GGUF is the format of llama.cpp and Ollama, which read it as it is.
-    severity = INFO if GGUF in what else None
-    yield Fault(what, f"{CONFIG} and safetensors", fix=fix, severity=severity)
+    if source.kind is Kind.FOREIGN:
+        root = shlex.quote(str(source.folder.root))
+        fixes = [how.format(root=root) for part, how in _CONVERSIONS.items() if part in source.what]
+        # GGUF is the format of llama.cpp and Ollama, which read it as it is.
+        severity = INFO if GGUF in source.what else None
+        expected = f"{CONFIG} and safetensors"
+        yield Fault(source.what, expected, fix="".join(fixes[:1]), severity=severity)
 
 
 @check(
@@ -204,9 +202,6 @@ def cannot_judge(_: Source) -> Iterator[Fault]:
     yield from ()  # `examine` reports it
 
 
-_MODEL_STATES = "_model_states.pt"
-
-
 @check(
     "ZERO_NOT_GATHERED", INFO,
     why="transformers, peft and vLLM find no weights in it; its trainer can resume from it",
@@ -215,11 +210,11 @@ _MODEL_STATES = "_model_states.pt"
 )  # fmt: skip
 def not_gathered(source: Source) -> Iterator[Fault]:
     """The partitions of every rank, complete, in place of a model or beside its saved weights."""
-    read, root = source.once(_read), source.folder.root
+    read, root, expected = source.once(_read), source.folder.root, "an adapter or a model"
     if isinstance(read, Partitions):
         text = f"{read.world_size} ranks, {len(read.tensors)} tensors, {read.mode}"
         fix = deliver(root, "<base>" if read.mode == "adapter" else None)
-        yield Fault(text, "an adapter or a model", fix=fix)
+        yield Fault(text, expected, fix=fix)
     elif isinstance(read, ZeroCheckpoint | DistributedCheckpoint):
         text, has_base = f"{len(read.trained)} trained tensors", True
         if isinstance(read, ZeroCheckpoint):
@@ -227,8 +222,7 @@ def not_gathered(source: Source) -> Iterator[Fault]:
             text = f"ZeRO-{read.stage} of {read.world_size} ranks, {text}{step}"
             has_base = any(".lora_" in name for name in read.trained)
         place = "" if read.root == root else read.root.name
-        fix = deliver(root, "<base>" if has_base else None)
-        yield Fault(text, "an adapter or a model", place, fix=fix)
+        yield Fault(text, expected, place, fix=deliver(root, "<base>" if has_base else None))
     states = [text for text in source.beside if "DeepSpeed" in text]
     if states and (source.is_adapter or source.is_model):
         broken = not source.tensors or any(not each.numel for each in source.tensors.values())
@@ -288,7 +282,7 @@ def _below(source: Source) -> list[str]:
     """
     if source.kind is not Kind.DEEPSPEED:
         return []
-    states = [name for name in source.folder.files if name.endswith(_MODEL_STATES)]
+    states = [name for name in source.folder.files if name.endswith("_model_states.pt")]
     if any(name.count("/") < 2 for name in states):
         return []
     return sorted({name.rsplit("/", 2)[0] for name in states}, key=by_number)

@@ -98,33 +98,14 @@ def head_place(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "HEAD_LABELS", ERROR, needs=(has_no_critic,),
-    why="transformers assumes two labels: `size mismatch for score.weight`, or a random head",
-    fix="convert it: {deliver}",
-    issues="OpenRLHF #1039, OpenRLHF #872, OpenRLHF #542",
-)  # fmt: skip
-def head_labels(source: Source) -> Iterator[Fault]:
-    """The head's rows and the number of labels in config.json disagree."""
-    head, config = source.once(_detected).head, source.config()
-    if head is None or head.dialect not in ("openrlhf", "transformers") or len(head.shape) != 2:
-        return  # value heads always have one row
-    table, count = config.get("id2label"), config.get("num_labels")
-    labels = count if type(count) is int else len(table) if isinstance(table, dict) else _LABELS
-    rows, key = head.shape[0], head.weight.partition(":")[2]
-    if rows and rows != labels:
-        text, fix = f"{rows} rows, {labels} labels", setting(CONFIG, num_labels=rows)
-        yield Fault(text, f"num_labels={rows}", CONFIG, [key], fix=fix)
-
-
-@check(
     "HEAD_UNUSABLE", ERROR, needs=(has_tensors,),
     why="loaders stop at its shape, read the wrong one, or start with a new random head",
     fix="save the head again, once and in full; set value_head_prefix to its name",
-    issues="OpenRLHF #682, OpenRLHF PR #1342",
+    issues="OpenRLHF #682, OpenRLHF PR #1342, OpenRLHF #1039, OpenRLHF #872, OpenRLHF #542",
 )  # fmt: skip
 def head_unusable(source: Source) -> Iterator[Fault]:
     """A critic, or a head that is empty, stored twice, of a wrong size, or not in config.json."""
-    detected = source.once(_detected)
+    detected, config = source.once(_detected), source.config()
     if _is_critic(source):
         why = "no server has a class for it; a reward model would score a text by its last value"
         fix = "serve the policy that was trained with it"
@@ -135,6 +116,15 @@ def head_unusable(source: Source) -> Iterator[Fault]:
             yield Fault(problem, "one head, (1, hidden)")
     for note in detected.notes:
         yield Fault(note, "the name of the saved head", file=CONFIG)
+    head = detected.head
+    if head is None or head.dialect not in ("openrlhf", "transformers") or len(head.shape) != 2:
+        return  # value heads always have one row
+    table, count, rows = config.get("id2label"), config.get("num_labels"), head.shape[0]
+    labels = count if type(count) is int else len(table) if isinstance(table, dict) else _LABELS
+    if rows and rows != labels:
+        text, key = f"{rows} rows, {labels} labels", head.weight.partition(":")[2]
+        fix = setting(CONFIG, num_labels=rows)
+        yield Fault(text, f"num_labels={rows}", CONFIG, [key], fix=fix)
 
 
 @check(

@@ -7,32 +7,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, also, check
 from tasks.audit.checks.adapter import adapter_keys, is_lora, plain_module
-from tasks.audit.checks.adapter_base import fits_base
 from tasks.audit.checks.values import has_values
 from tasks.audit.class_contract import perform_apart
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
-from tasks.weights.expected import blocks, comparable
-from tasks.weights.files.dtypes import rounded
 from tasks.weights.files.names import EXPERT, PEFT_PREFIX
-from tasks.weights.pairing import renamed_keys
-from tasks.weights.perform import perform
-from tasks.weights.plan import Planned
-from tasks.weights.proof import Proof, State, Verdict, planned, prove_merge
 
-_FAULTS = {
-    # State of a tensor, and what it means
-    State.LEFT_OUT: "the base's values, although the adapter changes them",
-    State.TWICE: "the adapter was added twice",
-    State.SCALED: "a wrong scale",
-    State.CHANGED: "neither the merge nor the base",
-    State.MISSING: "missing",
-}
+if TYPE_CHECKING:  # arithmetic that most audits do not need
+    from tasks.weights.plan import Planned
+    from tasks.weights.proof import Proof, Verdict
+
 _OTHER_BASE, _FEW = 0.5, 2
 """Share, and number, of untouched tensors that differ, above which the base is another one."""
 _KEPT, _NAMED = 0.9, 3
@@ -46,8 +36,9 @@ def knows_adapter(source: Source) -> bool:
 
 def _proof(source: Source) -> Proof | str:
     """Compare every element with base + scale * B A; returns the reason if that is impossible."""
-    if source.adapter is None:
-        return "no adapter"
+    from tasks.weights.proof import planned, prove_merge
+
+    assert source.adapter is not None
     try:
         made = planned(source.known_base.folder.root, source.adapter, perform=perform_apart)
         return prove_merge(made.plan, made.sources, source.tensors, tied=made.tied)
@@ -57,18 +48,19 @@ def _proof(source: Source) -> Proof | str:
 
 def is_proven(source: Source) -> bool:
     """Return True if a merge was compared with base and adapter."""
-    return knows_adapter(source) and isinstance(source.once(_proof), Proof)
+    return knows_adapter(source) and not isinstance(source.once(_proof), str)
 
 
 def _compared(source: Source) -> Proof:
     proof = source.once(_proof)
-    if isinstance(proof, str):
-        raise LookupError(proof)
+    assert not isinstance(proof, str)
     return proof
 
 
-def _differing(proof: Proof) -> tuple[int, list[Verdict]]:
+def _changed(proof: Proof) -> tuple[int, list[Verdict]]:
     """Return the number of tensors that the adapter does not touch, and those that differ."""
+    from tasks.weights.proof import State
+
     untouched = [verdict for verdict in proof.verdicts if not verdict.touched]
     return len(untouched), [each for each in untouched if each.state is State.CHANGED]
 
@@ -76,7 +68,7 @@ def _differing(proof: Proof) -> tuple[int, list[Verdict]]:
 @also("WRONG_BASE", needs=(is_proven,))
 def merged_into_another(source: Source) -> Iterator[Fault]:
     """Most tensors that the adapter does not touch differ from the base's."""
-    count, changed = _differing(_compared(source))
+    count, changed = _changed(_compared(source))
     if len(changed) > max(_FEW, _OTHER_BASE * count):
         text = f"{len(changed)} of {count} tensors that the adapter does not touch differ"
         yield Fault(text, "the base's, bit for bit", tensors=_names(changed))
@@ -89,9 +81,17 @@ def merged_into_another(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def merge_wrong(source: Source) -> Iterator[Fault]:
     """Tensors that are not the base plus the adapter's change; a warning for two bases in one."""
+    from tasks.weights.proof import State
+
     proof = _compared(source)
-    count, changed = _differing(proof)
-    for state, meaning in _FAULTS.items():
+    count, changed = _changed(proof)
+    for state, meaning in (
+        (State.LEFT_OUT, "the base's values, although the adapter changes them"),
+        (State.TWICE, "the adapter was added twice"),
+        (State.SCALED, "a wrong scale"),
+        (State.CHANGED, "neither the merge nor the base"),
+        (State.MISSING, "missing"),
+    ):
         wrong = [verdict for verdict in proof.of(state) if verdict not in changed]
         if wrong:
             scales = sorted({round(verdict.scale, 3) for verdict in wrong})
@@ -121,6 +121,8 @@ def merge_wrong(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def merge_not_proven(source: Source) -> Iterator[Fault]:
     """Tensors that could not be compared with base and adapter."""
+    from tasks.weights.proof import State
+
     proof = source.once(_proof)
     if isinstance(proof, str):
         yield Fault(proof, "a base and an adapter that fit each other")
@@ -166,10 +168,6 @@ def _file(source: Source, verdicts: Sequence[Verdict]) -> str:
     return source.weights.file_of.get(verdicts[0].name.partition("[")[0], "")
 
 
-_ABSENT = "No module named"
-"""Part of the child's error where torch or transformers is not installed."""
-
-
 def may_plan(source: Source) -> bool:
     """Return True for a LoRA adapter with its base if nothing else is wrong with it."""
     sound = ERROR not in source.codes.values()
@@ -178,6 +176,9 @@ def may_plan(source: Source) -> bool:
 
 def _plan(source: Source) -> Planned | PlumblineError:
     """Plan the merge, here where transformers is loaded anyway, else in a child process."""
+    from tasks.weights.perform import perform
+    from tasks.weights.proof import planned
+
     run = perform if "transformers" in sys.modules else perform_apart
     try:
         return planned(source.known_base.folder.root, source.folder.root, perform=run)
@@ -187,29 +188,38 @@ def _plan(source: Source) -> Planned | PlumblineError:
 
 @check(
     "ADAPTER_NO_MERGE", ERROR, needs=(may_plan,),
-    why="`deliver` refuses it from the same headers; peft stops, or drops tensors",
+    why="it was trained on another base, or saved in part: peft stops, or only warns and leaves "
+    "modules as they are; `deliver` refuses it",
     fix="pass the base that adapter_config.json names, or save the adapter again",
-    issues="Automodel #3233",
+    issues="LLaMA-Factory #4913, LLaMA-Factory #3125, LLaMA-Factory #5262, Automodel #3233",
 )  # fmt: skip
 def no_merge(source: Source) -> Iterator[Fault]:
-    """An adapter that cannot be merged into this base."""
+    """An adapter that cannot be merged into this base: names, shapes or modules that do not fit."""
     plan = source.once(_plan)
-    if isinstance(plan, PlumblineError) and _ABSENT not in plan.message:
+    if isinstance(plan, PlumblineError):
+        # Where transformers is not installed, only common families are compared.
+        severity = WARNING if "No module named" in plan.message else None
         texts = [str(text) for text in plan.details[:3]] or [plan.message]
-        yield Fault("; ".join(texts), "an adapter of this base")
+        yield Fault("; ".join(texts), "an adapter of this base", severity=severity)
 
 
-@also("ADAPTER_MODULES", needs=(may_plan,))
+@check(
+    "ADAPTER_MODULES", ERROR, needs=(may_plan,),
+    why="a merge knows these names; peft only warns, and the model answers as the base",
+    fix="merge it: {merge}; or save the adapter with the current peft and transformers",
+    issues="LLaMA-Factory #4913",
+)  # fmt: skip
 def live_names(source: Source) -> Iterator[Fault]:
-    """Names of older versions of transformers: a merge knows them, peft does not."""
+    """Names of modules in older versions of transformers."""
+    from tasks.weights.pairing import renamed_keys
+
     plan, pairs = source.once(_plan), source.once(adapter_keys).pairs
     if isinstance(plan, PlumblineError):
         return
-    live = plan.facts
     # peft converts the names of separate experts itself.
     names = [plain_module(name) for name in pairs if not EXPERT.search(name)]
-    renamed = renamed_keys(live)
-    moved = [n for n in names if n not in live.modules and f"{n}.weight" in renamed]
+    renamed = renamed_keys(plan.facts)
+    moved = [n for n in names if n not in plan.facts.modules and f"{n}.weight" in renamed]
     if moved:
         expected = f"{PEFT_PREFIX}{renamed[f'{moved[0]}.weight'].removesuffix('.weight')}"
         text = f"{PEFT_PREFIX}{moved[0]}, a name of transformers 4"
@@ -217,19 +227,20 @@ def live_names(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "ADAPTER_ROUNDS_AWAY", INFO, needs=(fits_base, may_plan),
+    "ADAPTER_ROUNDS_AWAY", INFO, needs=(may_plan,),
     why="rounding to nearest drops changes below half a step of the format, as peft does",
     fix="merge it with Plumbline, which rounds without bias: {merge}",
 )  # fmt: skip
 def rounds_away(source: Source) -> Iterator[Fault]:
     """Merging this adapter with rounding to nearest loses part of it (with values=true)."""
-    if not source.values:
+    from tasks.weights.expected import blocks, comparable
+    from tasks.weights.files.dtypes import rounded
+
+    made = source.once(_plan) if source.values else None
+    if made is None or isinstance(made, PlumblineError):
         return
     update, kept = 0.0, {"BF16": 0.0, "F16": 0.0}
     try:
-        made = source.once(_plan)
-        if isinstance(made, PlumblineError):
-            return  # adapter and base do not fit, which is a finding of other checks
         for op in made.plan.ops:
             if not op.terms or comparable(op, made.sources):
                 continue

@@ -7,8 +7,8 @@ in milliseconds. Other classes are built by transformers in a child process, wit
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.audit.check import ERROR, MODEL, WARNING, WHOLE, Fault, also, check
@@ -18,7 +18,6 @@ from tasks.audit.known import (
     is_multimodal,
     is_plain_text,
     known_classes,
-    known_kinds,
     of_text,
     text_config,
     whole,
@@ -81,15 +80,15 @@ def wrapper_residue(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def peft_residue(source: Source) -> Iterator[Fault]:
     """Names of PEFT's wrapper in a model, or keys of an adapter that are not as PEFT saves them."""
-    keys, fixable = _keys(source), not cannot_rename(source)
+    keys, expected = _keys(source), _OWN
     if source.is_model:
-        wrong, expected = [key for key in keys if PEFT_PREFIX in key or _PEFT.search(key)], _OWN
+        wrong = [key for key in keys if PEFT_PREFIX in key or _PEFT.search(key)]
     else:
         wrong = [key for key in keys if adapter_name(key) != unwrap(key)]
         expected = adapter_name(wrong[0]) if wrong else ""
     if wrong:
         text = f"{len(wrong)} of {len(keys)} keys are those of a PEFT model in memory"
-        yield Fault(text, expected, tensors=wrong, repairable=fixable)
+        yield Fault(text, expected, tensors=wrong, repairable=not cannot_rename(source))
 
 
 @check(
@@ -101,12 +100,11 @@ def peft_residue(source: Source) -> Iterator[Fault]:
 def architecture(source: Source) -> Iterator[Fault]:
     """config.json names no class, or one that does not belong to model_type, or cannot be built."""
     config = source.config()
-    name, kind = first_architecture(config), config.get("model_type")
+    name, kind, classes = first_architecture(config), config.get("model_type"), known_classes()
     if config and not name:
         yield Fault(repr(config.get("architectures")), "the model's class", file=CONFIG)
-    kinds = known_kinds()
-    of_class = {each for each, names in kinds.items() if name in names}
-    if of_class and isinstance(kind, str) and kind in kinds and kind not in of_class:
+    of_class = {each for each, names in classes.items() if name in names}
+    if of_class and isinstance(kind, str) and kind in classes and kind not in of_class:
         expected = f"model_type {' or '.join(sorted(of_class))}"
         yield Fault(f"{name} with model_type {kind!r}", expected, file=CONFIG)
 
@@ -128,7 +126,8 @@ def architecture_keys(source: Source) -> Iterator[Fault]:
     """Keys that do not belong to the class."""
     config, keys = source.config(), list(source.once(plain_tensors))
     name = first_architecture(config)
-    if source.kind is Kind.VALUE or not keys or name not in known_classes():
+    is_known = any(name in names for names in known_classes().values())
+    if source.kind is Kind.VALUE or not keys or not is_known:
         return  # remote code may use any keys
     multimodal = is_multimodal(config)
     towers = [key for key in keys if TOWER.search(key)]
@@ -153,45 +152,24 @@ def architecture_keys(source: Source) -> Iterator[Fault]:
             yield Fault(text, expected, tensors=wrong)
 
 
-_ONE_EACH = re.compile(r"(?P<at>.+\.experts)\.(?P<number>\d{1,6})\.(?P<part>.+)")
-_FUSED = re.compile(r"(?P<at>.+\.experts)\.(gate_up_proj|down_proj|gate_proj|up_proj).*")
+_EXPERT = re.compile(r"(?P<at>.+\.experts)\.(?P<number>\d{1,6})\.(?P<part>.+)")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_STORED_EACH = frozenset(
-    {
-        "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3",
-        "glm4_moe", "ernie4_5_moe", "minimax", "minimax_m2", "phimoe", "jamba", "flex_olmo",
-    }
-)  # fmt: skip
-"""Families whose published checkpoints have one tensor per expert."""
 _IDENTITY = "zero_expert_num"
 """Setting of families with identity experts, which lack some or all tensors."""
 _MOST = 10_000
 """Most experts of a layer, and most missing tensors, to examine: the files may be malicious."""
 
-
-@dataclass
-class _Experts:
-    """Experts of one layer: parts of each by its number, and keys of those of all experts."""
-
-    parts: dict[int, set[str]] = field(default_factory=dict)
-    fused: list[str] = field(default_factory=list)
-    count: int = 0
+Experts = dict[str, dict[int, set[str]]]
+"""Parts of every expert, by the name of the layer's experts, then by number."""
 
 
-def _experts(source: Source) -> dict[str, _Experts]:
-    """Return the experts of each layer, by the name of their module."""
-    layers: dict[str, _Experts] = {}
-    if of_text(source.config(), _IDENTITY):
-        return layers
-    for key, tensor in source.once(plain_tensors).items():
-        if each := _ONE_EACH.fullmatch(key):
-            layer, number = layers.setdefault(each["at"], _Experts()), int(each["number"])
-            layer.parts.setdefault(number, set()).add(each["part"])
-            layer.count = max(layer.count, number + 1)
-        elif (fused := _FUSED.fullmatch(key)) and len(tensor.shape) == 3:
-            layer = layers.setdefault(fused["at"], _Experts())
-            layer.fused.append(key)
-            layer.count = max(layer.count, tensor.shape[0])
+def _experts(source: Source) -> Experts:
+    """Return the experts that are stored one by one."""
+    layers: Experts = {}
+    for key in () if of_text(source.config(), _IDENTITY) else source.once(plain_tensors):
+        if each := _EXPERT.fullmatch(key):
+            layer = layers.setdefault(each["at"], {})
+            layer.setdefault(int(each["number"]), set()).add(each["part"])
     return layers
 
 
@@ -201,37 +179,16 @@ def _expert_count(config: Mapping[str, Any]) -> int:
     return next((count for count in counts if count), 0)
 
 
-@check(
-    "EXPERTS_FUSED", WARNING, needs=(MODEL, WHOLE),
-    why="transformers 5 packs experts in memory; saved like this, other tools do not find them",
-    fix="write one tensor per expert, as save_pretrained of transformers 5 does",
-    issues="vLLM PR #36997, vLLM PR #31849, MoE-Infinity PR #108",
-)  # fmt: skip
-def experts_fused(source: Source) -> Iterator[Fault]:
-    """Experts fused in one tensor although the family stores one tensor per expert."""
-    layers = source.once(_experts).values()
-    fused = [key for layer in layers for key in layer.fused]
-    mixed = fused and any(layer.parts for layer in layers)
-    if mixed or (fused and text_config(source.config()).get("model_type") in _STORED_EACH):
-        text = f"{len(fused)} tensors of all experts{', the others one each' * bool(mixed)}"
-        severity = ERROR if mixed else None
-        yield Fault(text, "one tensor for each expert", tensors=fused, severity=severity)
-
-
 _LM_HEAD = "lm_head.weight"
 _VOCABULARY = ("model.embed_tokens.weight", _LM_HEAD)
 
 
-@dataclass(frozen=True)
-class _Class:
-    """Shapes of the tensors of a model's class by key on disk; or why it cannot be built."""
+def _shapes(source: Source) -> Mapping[str, tuple[int, ...]] | str | None:
+    """Return the shape of every tensor of the class by its key on disk.
 
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    problem: str = ""
-
-
-def _class_of(source: Source) -> _Class | None:
-    """Return the tensors of the class; None if they are not known, or cannot be compared."""
+    Returns None if they are not known or cannot be compared, and a text that says why if
+    transformers cannot build the class.
+    """
     config = source.config()
     if is_declared_elsewhere(source) or "ARCHITECTURE_KEYS" in source.codes or oversized(config):
         return None  # packed weights have other names and shapes
@@ -241,20 +198,20 @@ def _class_of(source: Source) -> _Class | None:
         try:
             facts = perform_apart(model_facts, source.folder.root, "bfloat16", disk)
         except ArtifactError as error:
-            return _Class(problem=error.message)
+            return error.message
     if facts is None:
         return None
     shapes = {tensor.name: tensor.shape for tensor in facts.tensors}
     if source.kind is Kind.REWARD:
         shapes.pop(_LM_HEAD, None)  # the plain model is that of the language model
-    return _Class(shapes)
+    return shapes
 
 
 def _causal(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration with a language model's head; its other tensors are the same."""
     name = first_architecture(config).replace("ForSequenceClassification", "ForCausalLM")
     if name in OPENRLHF:
-        kinds = known_kinds().get(str(config.get("model_type")), ())
+        kinds = known_classes().get(str(config.get("model_type")), ())
         name = next((name for name in sorted(kinds) if name.endswith("ForCausalLM")), "")
     return {**config, "architectures": [name]} if name else {}
 
@@ -274,10 +231,10 @@ def is_declared_elsewhere(source: Source) -> bool:
 @also("ARCHITECTURE", needs=(MODEL, WHOLE))
 def cannot_be_built(source: Source) -> Iterator[Fault]:
     """transformers cannot build a model from config.json: names and shapes are not checked."""
-    of_class = source.once(_class_of)
-    if of_class is not None and of_class.problem:
+    shapes = source.once(_shapes)
+    if isinstance(shapes, str):
         expected = f"a class of {first_architecture(source.config())}"
-        yield Fault(of_class.problem, expected, file=CONFIG, severity=WARNING)
+        yield Fault(shapes, expected, file=CONFIG, severity=WARNING)
 
 
 @check(
@@ -288,7 +245,7 @@ def cannot_be_built(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def tensor_missing(source: Source) -> Iterator[Fault]:
     """Tensors of the class, or of the base, that are missing."""
-    config, tensors = source.config(), source.once(plain_tensors)
+    config, tensors, shapes = source.config(), source.once(plain_tensors), source.once(_shapes)
     if reason := oversized(config):  # the config announces more tensors than any model has
         yield Fault(reason, "a plausible number of tensors", file=CONFIG)
         return
@@ -296,47 +253,26 @@ def tensor_missing(source: Source) -> Iterator[Fault]:
     if experts:
         text = f"{len(experts)} tensors of experts are missing"
         yield Fault(text, "the same tensors for every expert, in every layer", tensors=experts)
-    explained = {model_name(key) for key in source.explained}
-    of_class = source.once(_class_of)
-    if of_class is not None and not of_class.problem:
-        shapes = of_class.shapes
+    explained = {model_name(key) for key in (*source.explained, *experts)}
+    if isinstance(shapes, Mapping):
         lost = [key for key in shapes if key not in tensors and key not in explained]
-        none = ": no key is as expected" if len(lost) == len(shapes) else ""
-        if lost:
-            text = f"{len(lost)} of {len(shapes)} missing{none}"
-            yield Fault(text, f"the tensors of {first_architecture(config)}", tensors=lost)
-    elif "ARCHITECTURE_KEYS" not in source.codes:
-        lost = [key for key in _lost_of_base(source) if key not in explained]
-        if lost:
-            yield Fault(f"{len(lost)} are missing", "every tensor of the base", tensors=lost)
-
-
-@also("TENSOR_MISSING", needs=(MODEL, WHOLE))
-def prediction_layers_missing(source: Source) -> Iterator[Fault]:
-    """Layers of multi-token prediction that config.json promises."""
-    config, keys = text_config(source.config()), source.once(plain_tensors)
-    count = whole(config.get("num_hidden_layers")) or 0
-    numbers = {int(match[1]) for key in keys if (match := _LAYER.search(key))}
-    there = any(number >= count for number in numbers)
-    there = there or any(key.startswith("mtp.") or ".mtp." in key for key in keys)
-    if numbers and not there and any((whole(config.get(name)) or 0) > 0 for name in _MTP):
-        yield Fault(
-            "layers of multi-token prediction in config.json, none in the files",
-            "their tensors, or 0", file=CONFIG, severity=WARNING,
-            why="vLLM's speculative decoding fails; save_pretrained drops them",
-            fix="copy these tensors from the base, or set their number in config.json to 0",
-        )  # fmt: skip
+        text, expected = f"of {len(shapes)} missing", f"the tensors of {first_architecture(config)}"
+    else:
+        lost = [] if "ARCHITECTURE_KEYS" in source.codes else _lost_of_base(source)
+        lost = [key for key in lost if key not in explained]
+        text, expected = "missing", "every tensor of the base"
+    if lost:
+        yield Fault(f"{len(lost)} {text}", expected, tensors=lost)
 
 
 def _lost_experts(source: Source) -> list[str]:
     """Return missing tensors of experts, and routers of layers without experts."""
     layers, lost = source.once(_experts), list[str]()
     count = _expert_count(source.config())
-    for at, layer in layers.items():
-        usual = set().union(*layer.parts.values())
-        total = (count or layer.count) if layer.parts else 0
-        for number in range(min(total, _MOST)):
-            parts = sorted(usual - layer.parts.get(number, set()))
+    for at, experts in layers.items():
+        usual = set().union(*experts.values())
+        for number in range(min(count or max(experts) + 1, _MOST)):
+            parts = sorted(usual - experts.get(number, set()))
             lost += [f"{at}.{number}.{part}" for part in parts]
         if len(lost) > _MOST:
             break
@@ -354,26 +290,21 @@ def _lost_experts(source: Source) -> list[str]:
 )  # fmt: skip
 def shape_mismatch(source: Source) -> Iterator[Fault]:
     """Shapes or numbers of experts that disagree with config.json: a finding for each size."""
-    of_class, tensors = source.once(_class_of), source.once(plain_tensors)
-    wrong: dict[tuple[str, str], list[str]] = {}
-    for key, shape in (of_class.shapes if of_class is not None else {}).items():
+    shapes, tensors = source.once(_shapes), source.once(plain_tensors)
+    wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for key, shape in shapes.items() if isinstance(shapes, Mapping) else ():
         tensor = tensors.get(key)
         if tensor is None or not tensor.numel or tensor.shape == shape:
             continue
         if key in _VOCABULARY and tensor.shape[1:] == shape[1:]:
             continue  # the number of rows has its own findings
-        wrong.setdefault((str(list(tensor.shape)), str(list(shape))), []).append(key)
+        wrong[str(list(tensor.shape)), str(list(shape))].append(key)
     count = _expert_count(source.config())
-    for at, layer in source.once(_experts).items():
-        differs = layer.count != count if layer.fused else layer.count > count
-        if count and layer.count and differs:
-            wrong.setdefault((f"{layer.count} experts", f"{count}"), []).append(at)
+    for at, experts in source.once(_experts).items():
+        if 0 < count <= max(experts):
+            wrong[f"{max(experts) + 1} experts", f"{count}"].append(at)
     for (actual, expected), keys in wrong.items():
         yield Fault(actual, f"{expected}, as config.json says", tensors=keys)
-
-
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
-_MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
 def _lost_of_base(source: Source) -> list[str]:

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import tasks.audit
 from tasks.audit.check import BASE, ERROR, INFO, WARNING, Fault, also, check, either
 from tasks.audit.checks.templates import (
     JINJA,
@@ -33,7 +32,6 @@ _TOKENIZERS = (
     TOKENIZER, "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
 )  # fmt: skip
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-_MAP = "special_tokens_map.json"
 _ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
 _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 
@@ -122,29 +120,27 @@ def has_embedding(source: Source) -> bool:
 
 
 @check(
-    "TIED_HEAD_ON_DISK", WARNING, needs=(has_embedding,),
-    why="old vLLM fails with KeyError, others use the embedding: if it differs, one token repeats",
-    fix="deliver it, which leaves the copy out: {deliver}",
+    "TIED_HEAD_ON_DISK", ERROR, needs=(has_embedding,),
+    why="loaders use the input embedding in its place: the model repeats one token",
+    fix=setting(CONFIG, tie_word_embeddings=False),
     issues="LLaMA-Factory #2789, vLLM #3323, vLLM PR #6758",
 )  # fmt: skip
 def tied_head(source: Source) -> Iterator[Fault]:
-    """An output embedding on disk although config.json ties it; an error if the two differ."""
+    """An output embedding that differs from the input embedding although config.json ties them."""
     tensors = source.once(plain_tensors)
     embeddings = embeddings_of(tensors, source.config())
     if not embeddings.output or not embeddings.tied:
         return
     head, embedding = tensors[embeddings.output], tensors[embeddings.input]
     differs = head.shape != embedding.shape
-    if source.is_read and head.extents and embedding.extents:
-        stored = {tensor: key for key, tensor in source.tensors.items()}
-        differs |= head.dtype != embedding.dtype
-        differs = differs or differ((source, stored[head]), (source, stored[embedding]))
-    text = "other values than the input embedding" if differs else "tie_word_embeddings is true"
-    yield Fault(
-        f"present, and {text}", "no such tensor, or tie_word_embeddings false",
-        tensors=[embeddings.output], severity=ERROR if differs else None,
-        fix=setting(CONFIG, tie_word_embeddings=False) if differs else "",
-    )  # fmt: skip
+    if not differs and source.is_read and head.extents and embedding.extents:
+        keys = {tensor: key for key, tensor in source.tensors.items()}
+        differs = head.dtype != embedding.dtype or differ(
+            (source, keys[head]), (source, keys[embedding])
+        )
+    if differs:
+        text, expected = "other values than the input embedding", "tie_word_embeddings false"
+        yield Fault(text, expected, tensors=[embeddings.output])
 
 
 def _rows(source: Source) -> tuple[str, int]:
@@ -227,60 +223,6 @@ def token_unknown(source: Source) -> Iterator[Fault]:
             yield Fault("not tokens of the tokenizer", "tokens", place, sorted(unknown), WARNING)
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """Ids that end a response, by the file that says so.
-
-    Attributes:
-        stops: ids at which generation stops: those of generation_config.json, else of config.json.
-        eos: the tokenizer's; None if it has none.
-        turns: ids with which the chat template ends a message.
-    """
-
-    generation: tuple[int, ...]
-    config: tuple[int, ...]
-    eos: int | None
-    turns: tuple[int, ...]
-
-    @property
-    def stops(self) -> tuple[int, ...]:
-        return self.generation or self.config
-
-
-def _ends(source: Source) -> _Ends:
-    tokens = source.once(tokens_of)
-    token = content(source.config(SETTINGS).get("eos_token"))
-    eos = tokens.ids.get(token) if token else None
-    return _Ends(
-        token_ids(source.config(GENERATION).get("eos_token_id")),
-        token_ids(of_text(source.config(), "eos_token_id")),
-        eos,
-        tuple(turn_ends(source, tokens.ids, tokens.special, eos)),
-    )
-
-
-@check(
-    "TOKEN_MISSING", WARNING, needs=(either,),
-    why="every generation runs to its length limit, or batches are refused without padding",
-    fix="copy tokenizer_config.json from the trained model; set eos_token_id, pad_token_id",
-    issues="LLaMA-Factory #2075",
-)  # fmt: skip
-def token_missing(source: Source) -> Iterator[Fault]:
-    """No EOS token in any file, a tokenizer without special tokens, or a classifier without pad."""
-    files, settings, mapped = source.folder.files, source.config(SETTINGS), source.config(_MAP)
-    has_role = any(content(each.get(role)) for each in (settings, mapped) for role in _ROLES)
-    # Old tokenizers get theirs from their class, and no file names any: nothing was dropped.
-    if not has_role and (_MAP in files or "eos_token" in settings):
-        file = _MAP if _MAP in files else SETTINGS
-        yield Fault("no eos, bos or pad token", "at least eos_token", file=file)
-    if source.kind is Kind.REWARD and whole(of_text(source.config(), "pad_token_id")) is None:
-        yield Fault("no pad_token_id", "the tokenizer's", file=CONFIG)
-    ends = source.once(_ends)
-    if writes_text(source) and not ends.stops:
-        text = "no EOS in any file" if ends.eos is None else f"only the tokenizer's, {ends.eos}"
-        yield Fault(text, f"eos_token_id in {GENERATION}", file=CONFIG)
-
-
 @check(
     "EOS_DISAGREES", ERROR, needs=(writes_text,),
     why="generation does not stop where training ended: it runs on and talks to itself",
@@ -288,28 +230,31 @@ def token_missing(source: Source) -> Iterator[Fault]:
     issues="LLaMA-Factory PR #10834, LLaMA-Factory #9338, LLaMA-Factory #2075",
 )  # fmt: skip
 def eos_disagrees(source: Source) -> Iterator[Fault]:
-    """Generation stops at other tokens than the tokenizer, the template or the base says."""
-    ends, base = source.once(_ends), source.base
-    stops, config, generation = {*ends.stops}, {*ends.config}, {*ends.generation}
-    if not stops:
-        return
-    unstopped = ends.eos is not None and ends.eos not in stops
-    reasons = [f"the tokenizer ends with {ends.eos}"] if unstopped else []
-    if ends.turns and not stops & {*ends.turns}:
-        reasons.append(f"turns of the chat template end with {_listed(ends.turns)}")
-    if generation and config and not generation & config:
-        reasons.append(f"{CONFIG} stops at {_listed(ends.config)}")
+    """Generation stops nowhere, or at other tokens than the tokenizer, template or base says."""
+    tokens, base = source.once(tokens_of), source.base
+    eos = tokens.ids.get(content(source.config(SETTINGS).get("eos_token")))
+    turns = turn_ends(source, tokens.ids, tokens.special, eos)
+    generation = token_ids(source.config(GENERATION).get("eos_token_id"))
+    config = token_ids(of_text(source.config(), "eos_token_id"))
+    stops = generation or config
+    unstopped = eos is not None and eos not in stops
+    reasons = [f"the tokenizer ends with {eos}"] if unstopped else []
+    if turns and not {*stops} & {*turns}:
+        reasons.append(f"turns of the chat template end with {_listed(turns)}")
+    if generation and config and not {*generation} & {*config}:
+        reasons.append(f"{CONFIG} stops at {_listed(config)}")
     of_base = token_ids(of_text(base.config(), "eos_token_id")) if base and base.is_model else ()
-    if config and of_base and not config & {*of_base}:
+    if config and of_base and not {*config} & {*of_base}:
         reasons.append(f"the base stops at {_listed(of_base)}")
-    if reasons:
-        own = () if ends.eos is None else (ends.eos,)
-        wanted = list(dict.fromkeys((*own, *ends.turns, *ends.generation, *ends.config)))
-        text = f"stops at {_listed(ends.stops)}; {'; '.join(reasons)}"
+    if reasons or not stops:
+        wanted = list(dict.fromkeys((*token_ids(eos), *turns, *generation, *config)))
+        text = "; ".join([f"stops at {_listed(stops)}", *reasons])
         fix = setting(GENERATION, eos_token_id=wanted[0] if len(wanted) == 1 else wanted)
-        severity = None if unstopped else WARNING
+        severity = None if unstopped and stops else WARNING
         file = GENERATION if generation else CONFIG
-        yield Fault(text, f"{_listed(wanted)} among them", file, severity=severity, fix=fix)
+        expected = f"{_listed(wanted)} among them" if wanted else "the id that ends a response"
+        fix = fix if wanted else "set eos_token_id to the id with which training ended responses"
+        yield Fault(text, expected, file, severity=severity, fix=fix)
 
 
 def _listed(ids: Iterable[int]) -> str:
@@ -375,7 +320,7 @@ def _built(source: Source, config: Mapping[str, Any]) -> Mapping[str, Any] | Non
 
 @cache
 def _table() -> dict[str, Any]:
-    path = Path(tasks.audit.__file__).with_name("known_tokenizers.json")
+    path = Path(__file__).parents[1] / "known_tokenizers.json"
     table: dict[str, Any] = json.loads(path.read_text())
     return table
 

@@ -85,9 +85,8 @@ def base_name(source: Source) -> Iterator[Fault]:
 
 def has_values(source: Source) -> bool:
     """Return True for a model and its base whose values are both read."""
-    base = source.base
-    read = source.is_model and source.is_read and base is not None and base.is_model
-    return read and base is not None and base.is_read and "WRONG_BASE" not in source.codes
+    read = source.is_model and source.is_read and source.has_base and source.known_base.is_read
+    return read and "WRONG_BASE" not in source.codes
 
 
 @check(

@@ -13,7 +13,6 @@ from tasks.audit.checks.tokens import GENERATION, TOKENIZER
 from tasks.audit.known import of_text
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.core.errors import ArtifactError
-from tasks.drift.verdict import NAMES
 from tasks.drift.witness import find_witness
 from tasks.witness.plumbline_witness.prints import FOLDER
 
@@ -44,7 +43,13 @@ def witness(source: Source) -> Iterator[Fault]:
     if FILE not in source.folder.files:
         return
     facts = source.folder.json(FILE)
-    if problem := _unreadable(source, facts):
+    try:
+        record, problem = find_witness(source.folder.root), ""
+        if not isinstance(facts.get("probes"), list):
+            problem = "no probes"
+    except ArtifactError as error:
+        record, problem = None, error.message
+    if problem or record is None:
         fix = "copy the folder plumbline.witness again, or remove it; deliver refuses it"
         yield Fault(problem, "a record that can be read", file=FILE, fix=fix)
         return
@@ -63,10 +68,12 @@ def witness(source: Source) -> Iterator[Fault]:
         elif values:
             equal.append(name)
     longest = facts.get("longest_row")
-    if isinstance(longest, int):
-        yield from _lengths(source, longest)
-    record = find_witness(source.folder.root)
-    text = f"{record.line() if record else ''}; agree with it: {', '.join(equal) or 'no file'}"
+    for file, name in ((SETTINGS, "model_max_length"), (CONFIG, "max_position_embeddings")):
+        limit = of_text(source.config(file), name)
+        known = isinstance(longest, int) and isinstance(limit, int | float)
+        if known and 0 < limit < min(longest, _NO_LIMIT):
+            yield Fault(f"{name} {limit}", f"{longest} or more, the longest row", file=file)
+    text = f"{record.line()}; agree with it: {', '.join(equal) or 'no file'}"
     why = "the trainer's process wrote it: it proves what was trained, not what is in the weights"
     fix = "compare the weights: deliver; or a server: plumbline verify url=<its address>"
     yield Fault(text, "a record in every checkpoint of a training", FILE, (), INFO, why, fix)
@@ -74,21 +81,6 @@ def witness(source: Source) -> Iterator[Fault]:
 
 _Compared = tuple[str, str, str, str, Severity | None]
 """Name, file, value in the file, recorded value (both "" if unknown), severity of a difference."""
-
-
-def _unreadable(source: Source, facts: Mapping[str, Any]) -> str:
-    """Return why the record cannot be used; "" if it can."""
-    if FILE in source.folder.wrong:
-        return source.folder.wrong[FILE]
-    if not any(f"{FOLDER}/{name}" in source.folder.files for name in NAMES):
-        return "no measured file"
-    if not isinstance(facts.get("probes"), list) or not isinstance(facts.get("versions", {}), dict):
-        return "no probes"
-    try:
-        find_witness(source.folder.root)
-    except ArtifactError as error:
-        return error.message
-    return ""
 
 
 def _adapter(source: Source, facts: Mapping[str, Any]) -> tuple[str, str]:
@@ -151,14 +143,6 @@ def _tokens(source: Source, recorded: Mapping[str, Any]) -> Iterator[_Compared]:
         yield "the tokenizer", TOKENIZER, "as recorded", "as recorded", None
     elif length != saved:
         yield "the tokenizer", TOKENIZER, f"{saved} tokens", f"{length} tokens", None
-
-
-def _lengths(source: Source, longest: int) -> Iterator[Fault]:
-    """Yield a context that is shorter than a row of the training."""
-    for file, name in ((SETTINGS, "model_max_length"), (CONFIG, "max_position_embeddings")):
-        limit = of_text(source.config(file), name)
-        if isinstance(limit, int | float) and 0 < limit < min(longest, _NO_LIMIT):
-            yield Fault(f"{name} {limit}", f"{longest} or more, the longest row", file=file)
 
 
 def _base(source: Source, facts: Mapping[str, Any]) -> Iterator[_Compared]:

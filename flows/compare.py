@@ -2,7 +2,6 @@
 
     python flows/compare.py A B                        two runs of paths.runs by name, or by its end
     python flows/compare.py runs/reports/X latest      a run's folder, and the last run
-    python flows/compare.py A/summary.json B/report.html    by their files
 
 Shows the settings that differ, drift of every hand-off, the evaluation with 95 % bootstrap
 intervals, and final metrics. Reads files only. Exit status: 0 whether they differ or not, 2 a run
@@ -70,10 +69,7 @@ def _run(key: str, name: str, runs: Path, problems: list[Finding]) -> Collected 
 
 def _folders(name: str, runs: Path) -> Iterator[Path]:
     """Yield the folders with a summary that a path or a name means."""
-    path = Path(name).expanduser()
-    if path.is_file() and (path.parent / SUMMARY).is_file():
-        yield path.parent
-    for folder in (path, path / "latest", runs / "reports" / name):
+    for folder in (Path(name).expanduser(), runs / "reports" / name):
         if (folder / SUMMARY).is_file():
             yield folder
             return
@@ -93,10 +89,9 @@ def _print(summaries: Sequence[Mapping[str, Any]], comparison: Comparison) -> No
         console.print(Text(plain(f"{label.rstrip()}  {summary['status']}")))
     drifts = [(p.name, number(p.a), number(p.b)) for p in comparison.drift]
     evaluation = [
-        (each.name, number(each.a), number(each.b), _change(each.interval),
-         f"{each.verdict} ({each.method})" if each.method else each.verdict)
+        (each.name, number(each.a), number(each.b), _change(each.interval), each.verdict)
         for each in comparison.evaluation
-    ]  # fmt: skip
+    ]
     metrics = [
         (p.name, number(p.a), number(p.b), "" if None in p else signed((p.b or 0) - (p.a or 0)))
         for p in comparison.metrics

@@ -25,8 +25,6 @@ from flows.report.results import (
     unpaired,
 )
 
-_ABSENT = "(not set)"
-
 
 class Pair(NamedTuple):
     """One number of both runs; None where a run does not have it."""
@@ -39,17 +37,13 @@ class Pair(NamedTuple):
 class Evaluated(NamedTuple):
     """One measure of the evaluation of both served models; higher is better.
 
-    Attributes:
-        interval: difference with its 95 % interval; None if the runs are not comparable.
-        method: how the interval was made, and from how many rows.
-        verdict: the result in words.
+    `interval` is the difference, None if the runs are not comparable; `verdict` is in words.
     """
 
     name: str
     a: float | None
     b: float | None
     interval: Interval | None
-    method: str
     verdict: str
 
 
@@ -67,24 +61,20 @@ def compare(a: Collected, b: Collected) -> Comparison:
     """Return the differences of two runs."""
     first, second = (flatten(_yaml(run.config)) for run in (a, b))
     keys = sorted({*first, *second} - {""})
-    config = [(key, first.get(key, _ABSENT), second.get(key, _ABSENT)) for key in keys]
+    config = [(key, first.get(key, "(not set)"), second.get(key, "(not set)")) for key in keys]
+    last = [
+        Pair(f"{stage} {name}", *(of.get(name, [(0, None)])[-1][1] for of in curves))
+        for stage, *curves in _matched(a.curves, b.curves)
+        for name in dict.fromkeys([*curves[0], *curves[1]])
+        if name in PLOTTED
+    ]
     return Comparison(
         config=[row for row in config if row[1] != row[2]],
-        drift=list(_pairs(_drifts(a), _drifts(b))),
+        drift=_pairs(*(_drifts(run) for run in (a, b))),
         evaluation=[
-            row
-            for name, of_a, of_b in _matched(results(a), results(b))
-            for row in _evaluated(name, of_a, of_b)
+            row for matched in _matched(results(a), results(b)) for row in _evaluated(*matched)
         ],
-        metrics=[
-            *_pairs(_numbers(a), _numbers(b)),
-            *(
-                Pair(f"{stage} {name}", *(of.get(name, [(0, None)])[-1][1] for of in (one, other)))
-                for stage, one, other in _matched(a.curves, b.curves)
-                for name in dict.fromkeys([*one, *other])
-                if name in PLOTTED
-            ),
-        ],
+        metrics=[*_pairs(*(_numbers(run) for run in (a, b))), *last],
     )
 
 
@@ -112,10 +102,9 @@ def _drifts(run: Collected) -> dict[str, float | None]:
     return {f"{s.full_name} {s.drift['measure']}": s.drift["value"] for s in run.stages if s.drift}
 
 
-def _pairs(a: Mapping[str, float | None], b: Mapping[str, float | None]) -> Iterator[Pair]:
-    for name in dict.fromkeys([*a, *b]):
-        if a.get(name) is not None or b.get(name) is not None:
-            yield Pair(name, a.get(name), b.get(name))
+def _pairs(a: Mapping[str, float | None], b: Mapping[str, float | None]) -> list[Pair]:
+    pairs = [Pair(name, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])]
+    return [pair for pair in pairs if (pair.a, pair.b) != (None, None)]
 
 
 def _matched(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -137,7 +126,7 @@ def _evaluated(
         if not first and not second:
             continue
         means = [sum(values) / len(values) if values else None for values in (first, second)]
-        interval, method, verdict = None, "", ""
+        interval, method = None, ""
         if not first or not second:
             verdict = f"not comparable: {'B' if first else 'A'} has no results per row"
         elif of_a.scale != of_b.scale:
@@ -152,4 +141,5 @@ def _evaluated(
         if interval is not None:
             better = "B is better" if interval.value > 0 else "A is better"
             verdict = better if interval.is_significant else "no significant difference"
-        yield Evaluated(f"{stage}: {measure}", means[0], means[1], interval, method, verdict)
+            verdict += f" ({method})"
+        yield Evaluated(f"{stage}: {measure}", means[0], means[1], interval, verdict)

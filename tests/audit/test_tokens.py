@@ -8,45 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 
 from tasks.audit.checks.templates import EOS, read_template
-from tasks.audit.checks.tokens import Tokens, tokens_of
-from tasks.audit.source import open_source
 from tasks.weights.tokens.prove_ids import misread
 from tests.audit.making import codes, edit_json, make_model, tensors
 from tests.weights.making import TEMPLATE, save_tokenizer
-
-TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=6)
-NASTY = ['"', '":1', '\\":7', "\\", '": 5,', "}", "</s>", "é", "日本", '"merges"', "vocab"]
-VOCABULARY = st.lists(TEXTS | st.sampled_from(NASTY), unique=True, min_size=1, max_size=20)
-FEW = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
-
-def saved(folder: Path, core: Tokenizer) -> Tokens:
-    folder.mkdir(exist_ok=True)
-    core.save(str(folder / "tokenizer.json"))
-    return tokens_of(open_source(folder))
-
-
-@FEW
-@given(texts=VOCABULARY)
-def test_ids_of_vocabularies(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    vocabulary = {text: number * 3 for number, text in enumerate(texts)}
-    folder = tmp_path_factory.mktemp("it")
-    tokens = saved(folder, Tokenizer(models.BPE(vocabulary, [])))
-    parsed = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    assert tokens.rows == max(parsed.values()) + 1
-    assert tokens.highest_plain == tokens.rows - 1
-    assert tokens.ids.items() >= parsed.items()
-    pieces = [(text, -1.5 * number) for number, text in enumerate(["<unk>", *texts])]
-    tokens = saved(tmp_path_factory.mktemp("it"), Tokenizer(models.Unigram(pieces, 0, False)))
-    assert tokens.rows == len(pieces)
-
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>", "<|header|>", "<end_of_turn>", "</s>")
 LOOP = "{% for m in messages %}"

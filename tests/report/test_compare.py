@@ -52,7 +52,7 @@ def test_settings_drift_evaluation_and_metrics_side_by_side(tmp_path: Path) -> N
     assert (row.name, row.a, row.b) == ("smoke_eval: exact match", 0.5, 0.65)
     assert row.interval is not None
     assert 0.09 < row.interval.low < row.interval.value < row.interval.high < 0.21
-    assert (row.method, row.verdict) == ("paired, 200 rows", "B is better")
+    assert row.verdict == "B is better (paired, 200 rows)"
     metrics = {pair.name: (pair.a, pair.b) for pair in compared.metrics}
     assert metrics["train loss"] == (0.2, 0.2)
     assert metrics["eval/after"] == (0.53125, 0.53125)
@@ -63,11 +63,11 @@ def test_rows_in_another_order_are_paired_and_other_rows_are_not(tmp_path: Path)
     (path,) = b.parents[1].glob("artifacts/report/*/generations.jsonl")
     path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
     (row,) = compare(collect(a), collect(b)).evaluation
-    assert row.method == "paired, 200 rows"
+    assert row.verdict == "B is better (paired, 200 rows)"
     narrow = row.interval
     answers(b, [i < 130 for i in range(200)], first=1)
     (row,) = compare(collect(a), collect(b)).evaluation
-    assert row.method.startswith("unpaired, 200 and 200 rows")
+    assert "(unpaired, 200 and 200 rows" in row.verdict
     assert row.interval is not None
     assert narrow is not None
     assert row.interval.high - row.interval.low > 1.5 * (narrow.high - narrow.low)

@@ -125,18 +125,19 @@ def _measured(
         before, after = values.get(first), values.get(second)
         if before is None or after is None:
             continue
+        is_share = name.partition(",")[0] in _PERCENT
+        value, change = ("{:.1%}", "{:+.1f} points") if is_share else ("{:.4f}", "{:+.4f}")
+        factor = 100 if is_share else 1
         rows_of = last[0].get(name) if last else None
         interval = rows_of.change() if rows_of else None
-        is_percent = name.partition(",")[0] in _PERCENT
-        value, change = ("{:.1%}", "{:+.1f} points") if is_percent else ("{:.4f}", "{:+.4f}")
-        factor = 100 if is_percent else 1
-        row = {"name": name, "before": before, "after": after, "spread": ""}
-        row["shown"] = [value.format(number) for number in (before, after)]
-        row["change"] = change.format(factor * (after - before))
-        if interval is not None:
-            ends = (change.format(factor * end) for end in (interval.low, interval.high))
-            row["spread"] = " to ".join(ends).replace(" points to", " to")
-        measured.append(row)
+        ends = (interval.low, interval.high) if interval else ()
+        spread = " to ".join(change.format(factor * end) for end in ends)
+        measured.append({
+            "name": name, "before": before, "after": after,
+            "shown": [value.format(number) for number in (before, after)],
+            "change": change.format(factor * (after - before)),
+            "spread": spread.replace(" points to", " to"),
+        })  # fmt: skip
     return measured
 
 

@@ -184,7 +184,8 @@ def recognise(root: Path) -> Source:
 
 _STATES = {
     # description: pattern of one of its files
-    "a DeepSpeed checkpoint": r"(.*/)?(zero/[^/]+/fp32|mp_rank_\d+_model_states"
+    # A trainer's output folder, which holds several, is none itself.
+    "a DeepSpeed checkpoint": r"([^/]+/)?(zero/[^/]+/fp32|mp_rank_\d+_model_states"
     r"|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states)\.pt",
     "verl's FSDP shards": r"(.*/)?(actor/|critic/)?model_world_size_\d+_rank_\d+\.pt",
     "a torch distributed (FSDP) checkpoint": r"(.*/)?__\d+_\d+\.distcp",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from tasks.audit.check import ERROR, INFO, READ, WARNING, Fault, also, check, some
+from tasks.audit.check import ERROR, INFO, READ, WARNING, Fault, check, some
 from tasks.audit.folder import by_number
 from tasks.audit.source import (
     ADAPTER_CONFIG,
@@ -48,7 +48,7 @@ def nothing_here(source: Source) -> Iterator[Fault]:
     inside = [
         name
         for name in sorted(source.folder.folders, key=by_number)
-        if any(f"{name}/{config}" in source.folder.files for config in (CONFIG, ADAPTER_CONFIG))
+        if any(f"{name}/{file}" in source.folder.files for file in (*_DOCUMENTS[:2], "latest"))
     ]
     contents = f"; it contains {some(inside)}" if inside else ""
     fix = command("audit", source=source.folder.root / inside[-1]) if inside else ""
@@ -95,9 +95,6 @@ def mixture(source: Source) -> Iterator[Fault]:
     what, files = source.what, source.folder.files
     if source.kind is Kind.MIXTURE:
         yield Fault(what, "the adapter in a separate folder")
-    if source.is_adapter and CONFIG in files:  # OpenRLHF writes it into every adapter
-        fix = "remove config.json from the adapter's folder"
-        yield Fault("present", f"only {ADAPTER_CONFIG}", CONFIG, severity=WARNING, fix=fix)
     for name in () if source.is_adapter else files:
         if name.endswith(f"lora_adapter/{ADAPTER_CONFIG}"):
             folder = name.removesuffix(f"/{ADAPTER_CONFIG}")
@@ -249,16 +246,6 @@ def unusable(source: Source) -> Iterator[Fault]:
         yield Fault(text, "the files of all ranks of one step")
 
 
-@also("NOTHING_HERE")
-def several_steps(source: Source) -> Iterator[Fault]:
-    """Several DeepSpeed checkpoints in subfolders."""
-    further = _below(source)
-    if further:
-        text = f"{source.what} in subfolders: {some(reversed(further))}"
-        fix = command("audit", source=source.folder.root / further[-1])
-        yield Fault(text, "one of them", fix=fix)
-
-
 def _read(
     source: Source,
 ) -> ZeroCheckpoint | DistributedCheckpoint | Partitions | list[str] | None:
@@ -268,21 +255,8 @@ def _read(
             return read_partitions(source.folder.root)
         if source.kind is Kind.DISTRIBUTED:
             return read_distributed(source.folder.root)
-        if source.kind is Kind.DEEPSPEED and not _below(source):
+        if source.kind is Kind.DEEPSPEED:
             return read_zero(source.folder.root)
     except ArtifactError as error:
         return list(error.details) or [error.message]
     return None
-
-
-def _below(source: Source) -> list[str]:
-    """Return folders of checkpoints below this one, the newest last; empty if it is one itself.
-
-    A trainer's output folder holds them as `checkpoint-100/global_step100/`.
-    """
-    if source.kind is not Kind.DEEPSPEED:
-        return []
-    states = [name for name in source.folder.files if name.endswith("_model_states.pt")]
-    if any(name.count("/") < 2 for name in states):
-        return []
-    return sorted({name.rsplit("/", 2)[0] for name in states}, key=by_number)

@@ -179,10 +179,6 @@ def _expert_count(config: Mapping[str, Any]) -> int:
     return next((count for count in counts if count), 0)
 
 
-_LM_HEAD = "lm_head.weight"
-_VOCABULARY = ("model.embed_tokens.weight", _LM_HEAD)
-
-
 def _shapes(source: Source) -> Mapping[str, tuple[int, ...]] | str | None:
     """Return the shape of every tensor of the class by its key on disk.
 
@@ -203,7 +199,7 @@ def _shapes(source: Source) -> Mapping[str, tuple[int, ...]] | str | None:
         return None
     shapes = {tensor.name: tensor.shape for tensor in facts.tensors}
     if source.kind is Kind.REWARD:
-        shapes.pop(_LM_HEAD, None)  # the plain model is that of the language model
+        shapes.pop("lm_head.weight", None)  # the plain model is that of the language model
     return shapes
 
 
@@ -296,8 +292,6 @@ def shape_mismatch(source: Source) -> Iterator[Fault]:
         tensor = tensors.get(key)
         if tensor is None or not tensor.numel or tensor.shape == shape:
             continue
-        if key in _VOCABULARY and tensor.shape[1:] == shape[1:]:
-            continue  # the number of rows has its own findings
         wrong[str(list(tensor.shape)), str(list(shape))].append(key)
     count = _expert_count(source.config())
     for at, experts in source.once(_experts).items():

@@ -21,7 +21,7 @@ from tasks.audit.checks.templates import (
     turn_ends,
     writes_chats,
 )
-from tasks.audit.known import content, is_multimodal, of_text, text_config, token_ids, whole
+from tasks.audit.known import content, is_multimodal, of_text, text_config, token_ids
 from tasks.audit.scan import differ
 from tasks.audit.source import CONFIG, Kind, Source, setting
 from tasks.audit.tensor_names import embeddings_of, plain_tensors
@@ -91,12 +91,10 @@ def writes_text(source: Source) -> bool:
 
 @also("FILE_MISSING", needs=(either,))
 def files_beside_missing(source: Source) -> Iterator[Fault]:
-    """No tokenizer, chat template, generation_config.json or processor configuration."""
+    """No tokenizer, chat template or processor configuration."""
     files = source.folder.files.keys()
     if source.is_model and not files & {*_TOKENIZERS}:
         yield Fault("no tokenizer", " or ".join(_TOKENIZERS[:2]))
-    if writes_text(source) and GENERATION not in files:
-        yield Fault("no such file", GENERATION, severity=INFO)
     if writes_chats(source) and TOKENIZER in files and not source.once(template_places):
         lost = source.base is not None and bool(template_places(source.base))
         yield Fault("no chat template", JINJA, severity=None if lost else INFO)
@@ -148,20 +146,6 @@ def _rows(source: Source) -> tuple[str, int]:
     tensors = source.once(plain_tensors)
     name = embeddings_of(tensors, source.config()).input
     return name, tensors[name].shape[0] if name else 0
-
-
-@also("SHAPE_MISMATCH", needs=(has_embedding,))
-def vocab_size(source: Source) -> Iterator[Fault]:
-    """Different numbers of rows: of vocab_size, the input embedding, the output embedding."""
-    tensors, (name, rows) = source.once(plain_tensors), _rows(source)
-    size = whole(of_text(source.config(), "vocab_size"))
-    if size is not None and size != rows:
-        fix = setting(CONFIG, vocab_size=rows)
-        yield Fault(f"{rows} rows, vocab_size {size}", "equal", tensors=[name], fix=fix)
-    head = embeddings_of(tensors, source.config()).output
-    if head and tensors[head].shape[:1] != (rows,):
-        fix = "save both embeddings after resize_token_embeddings"
-        yield Fault(str(list(tensors[head].shape)), f"{rows} rows, as {name}", "", [head], fix=fix)
 
 
 _WHOLE_EMBEDDING = re.compile(r"\.(embed_tokens|lm_head)\.((token_adapter\.)?base_layer\.)?weight$")
@@ -394,19 +378,3 @@ def _merges(document: Mapping[str, Any]) -> list[str]:
     merges = _model(document).get("merges")
     pairs = merges if isinstance(merges, list) else []
     return [" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in pairs]
-
-
-@check(
-    "TOKENIZER_CUTS", WARNING, needs=(either,),
-    why="left by a trainer: programs that read tokenizer.json directly cut or pad every prompt",
-    fix=setting(TOKENIZER, truncation=None, padding=None),
-    issues="djl PR #2741",
-)  # fmt: skip
-def tokenizer_cuts(source: Source) -> Iterator[Fault]:
-    """Truncation or padding in tokenizer.json."""
-    document = source.config(TOKENIZER)
-    left = [name for name in ("truncation", "padding") if isinstance(document.get(name), Mapping)]
-    if left:
-        limit = document.get("truncation")
-        length = f", max_length {limit.get('max_length')}" if isinstance(limit, Mapping) else ""
-        yield Fault(f"{' and '.join(left)}{length}", "null", file=TOKENIZER)

@@ -112,7 +112,6 @@ BROKEN_MODELS: dict[str, Broken] = {
     "raw state dict": Broken(
         "FOREIGN_FORMAT", "mixtral",
         by.both(by.removed(MODEL), by.state("consolidated.00.pt", lambda: {"w": torch.ones(2)}))),
-    "generation config gone": Broken("FILE_MISSING", "qwen2", by.removed("generation_config.json")),
     # Heads
     "reward model without its head": Broken("HEAD_MISSING", "reward", by.dropped("score")),
     "TRL's head in the model": Broken("HEAD_PLACE", "qwen2", by.head()),

@@ -135,7 +135,6 @@ def _proof(code: str, edit: Any) -> Broken:
 
 
 _LLAMA3 = 'FROM ./model.gguf\nTEMPLATE """<|start_header_id|>{{ .Prompt }}<|eot_id|>"""\n'
-CUT = {"direction": "Right", "max_length": 128, "strategy": "LongestFirst", "stride": 0}
 
 
 def export(**changes: Any) -> Break:
@@ -163,10 +162,6 @@ def export(**changes: Any) -> Break:
         writer.close()
 
     return how
-
-
-def _cut(document: dict[str, Any]) -> None:
-    document["truncation"] = CUT
 
 
 BROKEN_TUNED: dict[str, Broken] = {
@@ -237,8 +232,6 @@ BROKEN_TUNED: dict[str, Broken] = {
         "BASE_QUANTISED", "lora", by.edited(_CONFIG, base_model_name_or_path="x/qwen2-bnb-4bit")),
     "a tokenizer that grew alone": Broken("TOKENIZER_ROWS", "lora", by.padded),
     # Serving
-    "config.json of the base in the adapter": Broken(
-        "MIXTURE", "lora", by.copied("qwen2", "config.json")),
     "pairs on a tower": Broken("VLLM_LORA", "lora", by.tensors(_vision_pairs, ADAPTER), base=""),
     # Settings
     "another rope_theta than the base": Broken(
@@ -281,7 +274,6 @@ BROKEN_TUNED: dict[str, Broken] = {
     "a transposed square, no adapter given": Broken(
         "NORM_DIFFERS", "merged", _merge(_transposed), values=True),
     # Servers
-    "truncation left by a trainer": Broken("TOKENIZER_CUTS", "qwen2", by.tokenizer(_cut)),
     "an adapter of expert parameters": Broken(
         "VLLM_LORA", "lora",
         by.edited("adapter_config.json", target_parameters=["mlp.experts.gate_up_proj"])),

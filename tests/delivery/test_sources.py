@@ -127,7 +127,7 @@ def _deepspeed(place: Place) -> Case:
 def _unsloth(place: Place) -> Case:
     """A merged model in shards, without generation_config.json."""
     source = _unsloth_shards(place)
-    return Case([f"source={source}"], ["convert"], place.merged, {"FILE_MISSING"})
+    return Case([f"source={source}"], ["convert"], place.merged)
 
 
 def _unsloth_shards(place: Place) -> Path:
@@ -164,7 +164,7 @@ def _several_wrappers(key: str) -> str:
 
 SOURCES: dict[str, Callable[[Place], Case]] = {
     "LLaMA-Factory": _trainer(making.llamafactory, "out", "PICKLE_CALLS"),
-    "OpenRLHF, ZeRO-3": _trainer(making.openrlhf_zero3, "ckpt", "PICKLED_WEIGHTS", "MIXTURE"),
+    "OpenRLHF, ZeRO-3": _trainer(making.openrlhf_zero3, "ckpt", "PICKLED_WEIGHTS"),
     "a base in .bin files": _base_in_bin_files,
     "our shards": _our_shards,
     "ZeRO-3": _deepspeed,

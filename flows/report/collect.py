@@ -32,12 +32,8 @@ Curves = dict[str, list[tuple[int, float]]]
 class Stage:
     """One stage of a run.
 
-    Attributes:
-        name: name of the stage, without its step.
-        step: the step it belongs to; empty if the run has a single step.
-        state: "ran", "reused" or "failed".
-        checks: number of checks.
-        drift: `handoff` in summary.json: measure, unit, value, limit, and if it was accepted.
+    `step` is empty if the run has a single step; `state` is "ran", "reused" or "failed"; `drift` is
+    `handoff` in summary.json: measure, unit, value, limit, and if it was accepted.
     """
 
     name: str
@@ -85,21 +81,33 @@ def collect(folder: Path) -> Collected:
         OSError: there is no summary.json.
         ValueError: summary.json is damaged.
     """
-    collected = Collected(cleaned(json.loads((folder / "summary.json").read_text())))
+    run = Collected(cleaned(json.loads((folder / "summary.json").read_text())))
     with suppress(OSError):
-        collected.config = plain((folder / "config.yaml").read_text())
+        run.config = plain((folder / "config.yaml").read_text())
     versions: dict[str, str] = {}
-    for entry in collected.summary["stages"]:
-        artifact = Path(entry["artifact"])
-        collected.stages.append(_stage(entry))
+    for entry in run.summary["stages"]:
+        full_name, artifact = entry["name"], Path(entry["artifact"])
+        step, _, name = full_name.rpartition(".")
+        state = "reused" if entry["reused"] else "ran"
+        checks, drift = entry["tensors_checked"], entry.get("handoff")
+        run.stages.append(
+            Stage(name, step, entry["seconds"], state, checks, entry["artifact"], drift)
+        )
         manifest = document(artifact / MANIFEST)
         versions |= manifest.get("versions", {})
-        if _TRAINING.fullmatch(entry["name"]):
-            _add_training(collected, folder, entry["name"], artifact, manifest)
-        collected.samples = _samples(artifact / "generations.jsonl") or collected.samples
-    _add_failed(collected, document(folder / PROGRESS))
-    collected.versions = {k: v for k, v in sorted(versions.items()) if v != "absent"}
-    return collected
+        if _TRAINING.fullmatch(full_name):
+            # A run that reused a training has its losses alone.
+            if curves := _recorded(folder, full_name) or _losses(artifact):
+                run.curves[full_name] = curves
+            with suppress(KeyError, TypeError, ValueError):  # online training has no such rows
+                bins = manifest["notes"]["data"]["train"]["lengths"]
+                limit = manifest["config"]["settings"]["batch"]["max_len"]
+                if bins:
+                    run.lengths[full_name] = [(int(end), int(n)) for end, n in bins], int(limit)
+        run.samples = _samples(artifact / "generations.jsonl") or run.samples
+    run.stages += _failed(run, document(folder / PROGRESS))
+    run.versions = {k: v for k, v in sorted(versions.items()) if v != "absent"}
+    return run
 
 
 def cleaned(value: Any) -> Any:
@@ -113,37 +121,15 @@ def cleaned(value: Any) -> Any:
     return value
 
 
-def _stage(entry: Mapping[str, Any]) -> Stage:
-    step, _, name = entry["name"].rpartition(".")
-    state = "reused" if entry["reused"] else "ran"
-    checks, drift = entry["tensors_checked"], entry.get("handoff")
-    return Stage(name, step, entry["seconds"], state, checks, entry["artifact"], drift)
-
-
-def _add_training(
-    collected: Collected, folder: Path, name: str, artifact: Path, manifest: Mapping[str, Any]
-) -> None:
-    """Add the curves of a training, of a reused one its losses, and the lengths of its rows."""
-    curves = _recorded(folder, name) or _losses(artifact)
-    if curves:
-        collected.curves[name] = curves
-    with suppress(KeyError, TypeError, ValueError):  # online training has no such rows
-        bins = manifest["notes"]["data"]["train"]["lengths"]
-        limit = manifest["config"]["settings"]["batch"]["max_len"]
-        if bins:
-            collected.lengths[name] = [(int(end), int(rows)) for end, rows in bins], int(limit)
-
-
-def _add_failed(collected: Collected, progress: Mapping[str, Any]) -> None:
-    """Add the stage that failed, which the summary does not name."""
-    known = {stage.full_name for stage in collected.stages}
-    refused = collected.summary.get("refused") or {}
+def _failed(run: Collected, progress: Mapping[str, Any]) -> Iterator[Stage]:
+    """Yield the stage that failed, which the summary does not name."""
+    known = {stage.full_name for stage in run.stages}
+    refused = run.summary.get("refused") or {}
     for entry in progress.get("stages", []):
         if entry["failed"] and entry["name"] not in known:
             step, _, name = entry["name"].rpartition(".")
             drift = refused if refused.get("stage") == entry["name"] else None
-            stage = Stage(name, step, entry["seconds"], "failed", drift=drift)
-            collected.stages.append(stage)
+            yield Stage(name, step, entry["seconds"], "failed", drift=drift)
 
 
 def _recorded(folder: Path, stage: str) -> Curves:

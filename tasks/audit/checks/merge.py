@@ -196,11 +196,13 @@ def _plan(source: Source) -> Planned | PlumblineError:
 def no_merge(source: Source) -> Iterator[Fault]:
     """An adapter that cannot be merged into this base: names, shapes or modules that do not fit."""
     plan = source.once(_plan)
-    if isinstance(plan, PlumblineError):
-        # Where transformers is not installed, only common families are compared.
-        severity = WARNING if "No module named" in plan.message else None
+    if isinstance(plan, PlumblineError) and "No module named" in plan.message:
+        why = "without transformers only adapters of common families are compared with their base"
+        fix = "audit it where transformers is installed"
+        yield Fault(plan.message, "transformers", "", (), WARNING, why, fix)
+    elif isinstance(plan, PlumblineError):
         texts = [str(text) for text in plan.details[:3]] or [plan.message]
-        yield Fault("; ".join(texts), "an adapter of this base", severity=severity)
+        yield Fault("; ".join(texts), "an adapter of this base")
 
 
 @check(

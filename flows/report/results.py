@@ -76,8 +76,8 @@ def _means(values: np.ndarray, resamples: int, generator: np.random.Generator) -
 
 
 def _interval(means: np.ndarray, values: np.ndarray, less: np.ndarray | float = 0.0) -> Interval:
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Interval(float(values.mean() - np.mean(less)), float(low), float(high))
+    low, high = (float(np.quantile(means, share)) for share in (0.025, 0.975))
+    return Interval(float(values.mean() - np.mean(less)), low, high)
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Settings: what the weights compute; dtypes and quantisation of what is stored."""
+"""Settings: what the weights compute, generation; dtypes and quantisation of what is stored."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check, either
 from tasks.audit.checks.names import is_declared_elsewhere
 from tasks.audit.checks.templates import SETTINGS
-from tasks.audit.checks.tokens import GENERIC_TOKENIZER
+from tasks.audit.checks.tokens import GENERATION, GENERIC_TOKENIZER
 from tasks.audit.known import of_text, text_config
 from tasks.audit.source import CONFIG, Source, setting
 from tasks.audit.tensor_names import embeddings_of, plain_tensors
@@ -163,6 +164,37 @@ def _tokenizer_class(settings: Mapping[str, Any]) -> str | None:
     name = settings.get("tokenizer_class")
     known = isinstance(name, str) and name != "TokenizersBackend"
     return str(name).removesuffix("Fast") if known else None
+
+
+_NONE = (math.inf, math.inf)
+_SAMPLING = (
+    # setting, the least and the most that vLLM 0.32 and transformers 5 take, what decides answers
+    ("temperature", (0.0, 2.0), (0.0, 0.05)),
+    ("top_p", (1e-9, 1.0), _NONE),
+    ("min_p", (0.0, 1.0), _NONE),
+    ("top_k", (-1.0, math.inf), _NONE),
+    ("repetition_penalty", (1e-9, math.inf), (1.5, math.inf)),
+)
+
+
+@check(
+    "GENERATION_SETTINGS", WARNING, needs=(MODEL,),
+    why="vLLM samples by it: it refuses each request with a value out of range",
+    fix="write the settings of the base, or remove them",
+    issues="vLLM #15241, lm-evaluation-harness PR #3160",
+)  # fmt: skip
+def generation_settings(source: Source) -> Iterator[Fault]:
+    """Sampling defaults that servers refuse, or that decide every answer, unless the base's."""
+    base = source.base.config(GENERATION) if source.base is not None else {}
+    for name, (least, most), (low, high) in _SAMPLING:
+        value = source.config(GENERATION).get(name)
+        if not isinstance(value, int | float):
+            continue
+        refused = not least <= value <= most
+        if refused or (low < value < high and base.get(name) != value):
+            severity = ERROR if refused else None
+            text, expected = f"{name} {value}", f"{least:g} to {most:g}, as the base has"
+            yield Fault(text, expected, file=GENERATION, severity=severity)
 
 
 _STATE = re.compile(

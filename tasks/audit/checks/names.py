@@ -224,6 +224,32 @@ def is_declared_elsewhere(source: Source) -> bool:
     return _MODELOPT in source.folder.files or (is_set and not config.get(QUANTIZATION))
 
 
+_FUSED = re.compile(r".+\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)")
+_STORED_EACH = frozenset(
+    {
+        "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2", "deepseek_v3",
+        "glm4_moe", "ernie4_5_moe", "minimax", "minimax_m2", "phimoe", "jamba", "flex_olmo",
+    }
+)  # fmt: skip
+"""Families whose published checkpoints have one tensor per expert."""
+
+
+@check(
+    "EXPERTS_FUSED", WARNING, needs=(MODEL, WHOLE),
+    why="transformers 5 packs experts in memory; saved like this, other tools do not find them",
+    fix="write one tensor per expert, as save_pretrained of transformers 5 does",
+    issues="vLLM PR #36997, vLLM PR #31849, MoE-Infinity PR #108",
+)  # fmt: skip
+def experts_fused(source: Source) -> Iterator[Fault]:
+    """Experts fused in one tensor although the family stores one tensor per expert."""
+    fused = [key for key in source.once(plain_tensors) if _FUSED.fullmatch(key)]
+    mixed = bool(fused and source.once(_experts))
+    if mixed or (fused and text_config(source.config()).get("model_type") in _STORED_EACH):
+        text = f"{len(fused)} tensors of all experts{', the others one each' * mixed}"
+        severity = ERROR if mixed else None
+        yield Fault(text, "one tensor for each expert", tensors=fused, severity=severity)
+
+
 @also("ARCHITECTURE", needs=(MODEL, WHOLE))
 def cannot_be_built(source: Source) -> Iterator[Fault]:
     """transformers cannot build a model from config.json: names and shapes are not checked."""

@@ -32,6 +32,7 @@ _TOKENIZERS = (
     TOKENIZER, "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
 )  # fmt: skip
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_MAP = "special_tokens_map.json"
 _ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
 _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 
@@ -185,7 +186,14 @@ def tokenizer_rows(source: Source) -> Iterator[Fault]:
     issues="OpenRLHF #87, OpenRLHF #645, OpenRLHF PR #648, OpenRLHF #1069",
 )  # fmt: skip
 def token_unknown(source: Source) -> Iterator[Fault]:
-    """A special token or a marker of the template that is no token, or an id beyond the rows."""
+    """A special token or a marker of the template that is no token or absent, or a wrong id."""
+    settings, mapped = source.config(SETTINGS), source.config(_MAP)
+    has_role = any(content(each.get(role)) for each in (settings, mapped) for role in _ROLES)
+    # Old tokenizers get theirs from their class, and no file names any: nothing was dropped.
+    if not has_role and (_MAP in source.folder.files or "eos_token" in settings):
+        yield Fault("no eos, bos or pad token", "at least eos_token", SETTINGS, (), WARNING)
+    if source.kind is Kind.REWARD and not token_ids(of_text(source.config(), "pad_token_id")):
+        yield Fault("no pad_token_id", "the tokenizer's", CONFIG, (), WARNING)
     tokens, rows = source.once(tokens_of), _rows(source)[1] if source.is_model else 0
     for role in _ROLES:
         token = content(source.config(SETTINGS).get(role))
@@ -378,3 +386,17 @@ def _merges(document: Mapping[str, Any]) -> list[str]:
     merges = _model(document).get("merges")
     pairs = merges if isinstance(merges, list) else []
     return [" ".join(map(str, pair)) if isinstance(pair, list) else str(pair) for pair in pairs]
+
+
+@check(
+    "TOKENIZER_CUTS", WARNING, needs=(either,),
+    why="left by a trainer: programs that read tokenizer.json directly cut or pad every prompt",
+    fix=setting(TOKENIZER, truncation=None, padding=None),
+    issues="djl PR #2741",
+)  # fmt: skip
+def tokenizer_cuts(source: Source) -> Iterator[Fault]:
+    """Truncation or padding in tokenizer.json."""
+    document = source.config(TOKENIZER)
+    left = [name for name in ("truncation", "padding") if isinstance(document.get(name), Mapping)]
+    if left:
+        yield Fault(" and ".join(left), "null", file=TOKENIZER)

@@ -70,8 +70,9 @@ def witness(source: Source) -> Iterator[Fault]:
     longest = facts.get("longest_row")
     for file, name in ((SETTINGS, "model_max_length"), (CONFIG, "max_position_embeddings")):
         limit = of_text(source.config(file), name)
-        known = isinstance(longest, int) and isinstance(limit, int | float)
-        if known and 0 < limit < min(longest, _NO_LIMIT):
+        if not isinstance(longest, int) or not isinstance(limit, int | float):
+            continue
+        if 0 < limit < min(longest, _NO_LIMIT):
             yield Fault(f"{name} {limit}", f"{longest} or more, the longest row", file=file)
     text = f"{record.line()}; agree with it: {', '.join(equal) or 'no file'}"
     why = "the trainer's process wrote it: it proves what was trained, not what is in the weights"

@@ -48,6 +48,26 @@ def _tensor_gone(folder: Path, corpus: Corpus) -> None:
     by.tensors(lambda weights: weights.pop(next(iter(weights))), name)(folder, corpus)
 
 
+def _fused(weights: Tensors) -> None:
+    """Write experts in the memory layout of transformers 5."""
+    for layer in (0, 1):
+        at = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: torch.stack([weights.pop(f"{at}.{number}.{part}.weight") for number in range(4)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        both = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
+        weights[f"{at}.gate_up_proj"], weights[f"{at}.down_proj"] = both, parts["down_proj"]
+
+
+def _half_fused(weights: Tensors) -> None:
+    kept = {key: tensor for key, tensor in weights.items() if "layers.0" in key}
+    _fused(weights)
+    for key in [key for key in weights if "layers.0.mlp.experts" in key]:
+        del weights[key]
+    weights.update({key: tensor for key, tensor in kept.items() if ".experts." in key})
+
+
 def _as_base(folder: Path, corpus: Corpus) -> None:
     shutil.copyfile(corpus.clean("qwen2") / MODEL, folder / MODEL)
 
@@ -154,6 +174,8 @@ BROKEN_MODELS: dict[str, Broken] = {
     "an expert gone": Broken("TENSOR_MISSING", "qwen3_moe", by.dropped("layers.1.mlp.experts.2.")),
     "a layer's experts gone": Broken(
         "TENSOR_MISSING", "mixtral", by.dropped("layers.1.block_sparse_moe.experts")),
+    "fused experts": Broken("EXPERTS_FUSED", "qwen3_moe", by.tensors(_fused)),
+    "experts in two layouts": Broken("EXPERTS_FUSED", "qwen3_moe", by.tensors(_half_fused)),
     "fewer experts than said": Broken(
         "SHAPE_MISMATCH", "qwen3_moe", by.edited(num_local_experts=3)),
     # Vocabulary
@@ -177,6 +199,11 @@ BROKEN_MODELS: dict[str, Broken] = {
     "no end token": Broken(
         "EOS_DISAGREES", "qwen2",
         by.both(by.token_id("config.json", None), by.token_id("generation_config.json", None))),
+    "special tokens emptied": Broken(
+        "TOKEN_UNKNOWN", "qwen2",
+        by.both(by.edited("tokenizer_config.json", eos_token=None, pad_token=None),
+                by.written("special_tokens_map.json", "{}"))),
+    "no pad token": Broken("TOKEN_UNKNOWN", "reward", by.edited(pad_token_id=None)),
     "a special token that is none": Broken(
         "TOKEN_UNKNOWN", "qwen2", by.edited("tokenizer_config.json", eos_token="</s>")),
     "an id beyond the embedding": Broken("TOKEN_UNKNOWN", "qwen2", by.edited(pad_token_id=300)),

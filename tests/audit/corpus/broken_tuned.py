@@ -55,6 +55,7 @@ def _narrow(weights: Tensors) -> None:
         weights[key] = weights[key][:, :-1]
 
 
+_GENERATION = "generation_config.json"
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 _O_PROJ = "model.layers.0.self_attn.o_proj.weight"
 
@@ -162,6 +163,11 @@ def export(**changes: Any) -> Break:
         writer.close()
 
     return how
+
+
+def _cut(document: dict[str, Any]) -> None:
+    strategy = {"direction": "Right", "max_length": 128, "strategy": "LongestFirst", "stride": 0}
+    document["truncation"] = strategy
 
 
 BROKEN_TUNED: dict[str, Broken] = {
@@ -274,6 +280,12 @@ BROKEN_TUNED: dict[str, Broken] = {
     "a transposed square, no adapter given": Broken(
         "NORM_DIFFERS", "merged", _merge(_transposed), values=True),
     # Servers
+    "top_p of 5": Broken("GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, top_p=5.0)),
+    "greedy by temperature": Broken(
+        "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, temperature=0.01)),
+    "a penalty for every word of the question": Broken(
+        "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, repetition_penalty=5.0)),
+    "truncation left by a trainer": Broken("TOKENIZER_CUTS", "qwen2", by.tokenizer(_cut)),
     "an adapter of expert parameters": Broken(
         "VLLM_LORA", "lora",
         by.edited("adapter_config.json", target_parameters=["mlp.experts.gate_up_proj"])),

@@ -6,7 +6,7 @@ and a table that says which shard has which rows of which tensor. Nothing of it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.names import parse_peft, unwrap
 from tasks.weights.files.tensors import Extent, Tensor, Tensors
-from tasks.weights.pickled.torch_file import DTYPES, is_shape, read_archive, read_object
-from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
+from tasks.weights.pickled.torch_file import DTYPES, is_shape, read_torch_file
+from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, Walker
 
-METADATA, FILES = ".metadata", "*.distcp"
+METADATA = ".metadata"
 _MOST = 512 << 20
 _SHOWN = 50
 _AGAIN = "copy the files of every rank again, or use another checkpoint"
+Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class DistributedCheckpoint:
-    """The model's tensors by live name; `left` is the number of others, of the optimizer."""
+    """The model's tensors by live name."""
 
     tensors: Tensors
     root: Path
-    left: int
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -40,7 +40,40 @@ class DistributedCheckpoint:
         return tuple(n for n in names if any(mark in n for mark in marks)) if live else names
 
 
-def find_root(folder: Path) -> Path:
+def read_distributed(folder: Path) -> DistributedCheckpoint:
+    """Open a checkpoint; only the table and the headers of the model's shards are read.
+
+    Raises ArtifactError with all findings: missing or damaged shards, tensors that are split along
+    another axis than the first.
+    """
+    root = _find_root(folder)
+    entries = _read_table(root / METADATA)
+    ends: dict[str, int] = {}
+    for file, start, length in (e for entry in entries.values() for e in entry.places.values()):
+        ends[file] = max(ends.get(file, 0), start + length)
+    findings = [
+        f"{root / file}: truncated: a shard ends at byte {end}"
+        for file, end in ends.items()
+        if (root / file).is_file() and (root / file).stat().st_size < end
+    ]
+    tensors = {}
+    for name, key in _of_model(root, entries).items():
+        try:
+            tensors[name] = _tensor(root, entries[key])
+        except ArtifactError as error:
+            findings.append(error.message)
+        except ValueError as error:
+            findings.append(f"{name}: {error}")
+    if findings:
+        raise ArtifactError(
+            f"{root}: not a complete checkpoint: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+            hint=_AGAIN,
+        )
+    return DistributedCheckpoint(tensors, root)
+
+
+def _find_root(folder: Path) -> Path:
     """Return the folder of the model's table: `folder`, or one within it that is no optimizer's."""
     if (folder / METADATA).is_file():
         return folder
@@ -54,56 +87,6 @@ def find_root(folder: Path) -> Path:
     raise ArtifactError(f"{folder}: several checkpoints: {names}", hint=f"source={models[-1]}")
 
 
-def read_distributed(folder: Path) -> DistributedCheckpoint:
-    """Open a checkpoint; only the table and the headers of the model's shards are read.
-
-    Raises ArtifactError with all findings: missing or damaged shards, tensors that are split along
-    another axis than the first.
-    """
-    root = find_root(folder)
-    entries = _table(root / METADATA)
-    names = _of_model(root, entries)
-    findings = dict.fromkeys(_cut_files(root, entries))
-    tensors = {}
-    for name, key in names.items():
-        try:
-            tensors[name] = _tensor(root, entries[key])
-        except ArtifactError as error:
-            findings[error.message] = None
-        except ValueError as error:
-            findings[f"{name}: {error}"] = None
-    if findings:
-        raise ArtifactError(
-            f"{root}: not a complete checkpoint: {first_and_more([*findings])}",
-            details=[*findings][:_SHOWN],
-            hint=_AGAIN,
-        )
-    return DistributedCheckpoint(tensors, root, len(entries) - len(names))
-
-
-def _cut_files(root: Path, entries: Mapping[str, _Entry]) -> Iterator[str]:
-    """Yield the files that end before one of their shards, of the model or its optimizer."""
-    ends: dict[str, int] = {}
-    for entry in entries.values():
-        for file, start, length in entry.places.values():
-            ends[file] = max(ends.get(file, 0), start + length)
-    for file, end in ends.items():
-        path = root / file
-        if path.is_file() and path.stat().st_size < end:
-            yield f"{path}: truncated: a shard ends at byte {end}"
-
-
-Sizes = tuple[int, ...]
-
-
-class _Place(NamedTuple):
-    """A range of a file: the zip file of one shard."""
-
-    file: str
-    start: int
-    length: int
-
-
 class _Entry(NamedTuple):
     """A tensor in the table."""
 
@@ -111,15 +94,21 @@ class _Entry(NamedTuple):
     dtype: str
     chunks: list[tuple[Sizes, Sizes]]  # offsets and sizes of its shards
     path: tuple[Any, ...]  # its keys in nested dictionaries
-    places: dict[Sizes, _Place]  # by offsets
+    places: dict[Sizes, tuple[str, int, int]]  # file, start and length of a shard by its offsets
 
 
-def _table(path: Path) -> dict[str, _Entry]:
+class _Table(Walker):
+    def reduce(self, target: Global, args: tuple[Any, ...]) -> Any:
+        is_size = target.path == "torch.Size" and len(args) == 1 and is_shape(args[0])
+        return tuple(args[0]) if is_size else super().reduce(target, args)
+
+
+def _read_table(path: Path) -> dict[str, _Entry]:
     """Return the tensors by key, and where their shards are."""
     try:
         if path.stat().st_size > _MOST:
             raise ArtifactError(f"{path}: {path.stat().st_size} bytes, at most {_MOST} are read")
-        table = _fields(run(path.read_bytes(), persistent=Foreign, reduce=_reduce))
+        table = _fields(_Table(path.read_bytes()).value())
         paths = table.get("planner_data") or {}
         entries = {
             key: _entry(key, _fields(value), tuple(paths.get(key) or (key,)))
@@ -132,7 +121,7 @@ def _table(path: Path) -> dict[str, _Entry]:
                 continue  # not a tensor
             if at.get("transform_descriptors"):
                 raise ValueError(f"{fields['fqn']} is compressed or encrypted")
-            place = _Place(str(at["relative_path"]), int(at["offset"]), int(at["length"]))
+            place = str(at["relative_path"]), int(at["offset"]), int(at["length"])
             entries[fields["fqn"]].places[tuple(fields["offset"])] = place
         return entries
     except OSError as error:
@@ -144,11 +133,6 @@ def _table(path: Path) -> dict[str, _Entry]:
         raise ArtifactError(text, hint=_AGAIN) from error
 
 
-def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
-    is_size = target.path == "torch.Size" and len(args) == 1 and is_shape(args[0])
-    return tuple(args[0]) if is_size else Foreign(target.path, args)
-
-
 def _fields(value: Any) -> dict[str, Any]:
     """Return the attributes of a dataclass in the table."""
     state = value.state if isinstance(value, Foreign) else None
@@ -158,18 +142,13 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _entry(key: str, fields: Mapping[str, Any], path: tuple[Any, ...]) -> _Entry:
-    dtype = fields["properties"].state[0]
+    dtype = fields["properties"].state[0].path.removeprefix("torch.")
     chunks = [_fields(chunk) for chunk in fields["chunks"]]
     sizes = [fields["size"], *(size for chunk in chunks for size in chunk.values())]
     if not all(map(is_shape, sizes)):
         raise ValueError(f"{key}: a shape that is none")
-    return _Entry(
-        tuple(fields["size"]),
-        DTYPES.get(dtype.name, dtype.name),
-        [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks],
-        path,
-        {},
-    )
+    places = [(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in chunks]
+    return _Entry(tuple(fields["size"]), DTYPES.get(dtype, dtype), places, path, {})
 
 
 def _of_model(root: Path, entries: Mapping[str, _Entry]) -> dict[str, str]:
@@ -190,7 +169,7 @@ def _of_model(root: Path, entries: Mapping[str, _Entry]) -> dict[str, str]:
 
 
 def _tensor(root: Path, entry: _Entry) -> Tensor:
-    """Join the shards of a tensor along its first axis."""
+    """Join the shards of a tensor along its first axis; each is a zip file of its own."""
     extents: list[Extent] = []
     rows = 0
     for offsets, sizes in sorted(entry.chunks):
@@ -198,7 +177,12 @@ def _tensor(root: Path, entry: _Entry) -> Tensor:
             continue
         if offsets not in entry.places:
             raise ValueError(f"the shard from {list(offsets)} on is missing")
-        shard = _shard(root, entry.places[offsets])
+        file, start, length = entry.places[offsets]
+        if Path(file).name != file:
+            raise ArtifactError(f"{file}: not a plain file name")
+        shard = read_torch_file(root / file, start, start + length)
+        if not isinstance(shard, Tensor) or not shard.extents:
+            raise ArtifactError(f"{file}: no contiguous tensor at byte {start}")
         if shard.shape != sizes or shard.dtype != entry.dtype:
             have = f"{shard.dtype} {list(shard.shape)}"
             raise ValueError(f"a shard of {have}, expected {list(sizes)}")
@@ -211,13 +195,3 @@ def _tensor(root: Path, entry: _Entry) -> Tensor:
     if entry.shape and rows != entry.shape[0] and 0 not in entry.shape:
         raise ValueError(f"{rows} of {entry.shape[0]} rows")
     return Tensor(entry.shape, entry.dtype, tuple(extents))
-
-
-def _shard(root: Path, place: _Place) -> Tensor:
-    """Return a shard, from the zip file that holds it alone."""
-    if Path(place.file).name != place.file:
-        raise ArtifactError(f"{place.file}: not a plain file name")
-    shard = read_object(read_archive(root / place.file, place.start, place.start + place.length))
-    if not isinstance(shard, Tensor) or not shard.extents:
-        raise ArtifactError(f"{place.file}: no contiguous tensor at byte {place.start}")
-    return shard

@@ -8,11 +8,10 @@ shapes. The slices of a parameter must cover [0, numel) exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import parse_json, read_json
@@ -25,14 +24,6 @@ PARTITIONS = "partitions.json"
 SHARDS = "shards"
 _MAX_RANKS = 1 << 16
 _SHOWN = 50
-
-
-class _Slice(NamedTuple):
-    """Elements [start, end) of a flattened parameter, and where they are."""
-
-    start: int
-    end: int
-    extent: Extent
 
 
 @dataclass(frozen=True)
@@ -64,18 +55,40 @@ def read_partitions(root: Path) -> Partitions:
     present = {path.name for path in weight_files(root / SHARDS, "*.safetensors")}
     findings = [f"{name}: stray rank file" for name in sorted(present - set(wanted))]
     shapes = {name: tuple(entry["shape"]) for name, entry in table["parameters"].items()}
-    slices: dict[str, list[_Slice]] = {name: [] for name in shapes}
+    slices: dict[str, list[tuple[int, int, Extent]]] = {name: [] for name in shapes}
     is_whole = True
     for file in wanted:
         try:
             header = read_header(root / SHARDS / file)
-            findings += [f"{file}: {text}" for text in _collect(header, shapes, dtype, slices)]
         except ArtifactError as error:
             findings.append(error.message)
             is_whole = False  # each parameter would have a gap
-    for name, shape in shapes.items():
-        slices[name].sort(key=lambda piece: (piece.start, piece.end))
-        findings += _coverage(name, prod(shape), slices[name]) if is_whole else ()
+            continue
+        try:
+            places = _places(header)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            findings.append(f"{file}: metadata has no readable partition table")
+            continue
+        for name, (shape, start, end) in sorted(places.items()):
+            tensor = header.tensors.get(name)
+            if tensor is None or shape != shapes.get(name):
+                findings.append(f"{file}: {name} {list(shape)} is not a tensor of {PARTITIONS}")
+            elif tensor.dtype != dtype or not 0 <= start <= end or tensor.numel != end - start:
+                have = f"{tensor.dtype} {tensor.numel} elements, its place is [{start}, {end})"
+                findings.append(f"{file}: {name}: {have}, {PARTITIONS} says {dtype}")
+            elif tensor.numel:
+                slices[name].append((start, end, tensor.extents[0]))
+        for name in sorted(set(header.tensors) - set(places)):
+            findings.append(f"{file}: {name} has no place in its table")
+    for name, shape in shapes.items() if is_whole else ():
+        at = 0
+        slices[name].sort(key=lambda piece: piece[:2])
+        for start, end in [*(piece[:2] for piece in slices[name]), (prod(shape), prod(shape))]:
+            if start != at:
+                wrong = "no rank's file" if start > at else "two files, or beyond its end"
+                findings.append(f"{name}: elements {min(at, start)} to {max(at, start)} in {wrong}")
+                break
+            at = end
     if findings:
         raise ArtifactError(
             f"{root}: shards do not make whole tensors: {first_and_more(findings)}",
@@ -83,7 +96,7 @@ def read_partitions(root: Path) -> Partitions:
             hint="train again: force=[train]",
         )
     tensors = {
-        name: Tensor(shape, dtype, tuple(piece.extent for piece in slices[name]))
+        name: Tensor(shape, dtype, tuple(extent for _, _, extent in slices[name]))
         for name, shape in shapes.items()
     }
     return Partitions(tensors, root, table["mode"], dtype, world_size)
@@ -106,45 +119,9 @@ def _read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def _collect(
-    header: Header,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
-    slices: Mapping[str, list[_Slice]],
-) -> Iterator[str]:
-    """Add one rank's slices to `slices`; yield the findings."""
-    try:
-        table = parse_json(header.metadata["partitions"].encode())
-        places = {
-            name: (tuple(entry["shape"]), int(entry["start"]), int(entry["end"]))
-            for name, entry in table.items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError):
-        yield "metadata has no readable partition table"
-        return
-    for name in sorted(set(places) ^ set(header.tensors)):
-        yield f"{name} is in its table or in its tensors, not in both"
-    for name in sorted(set(places) & set(header.tensors)):
-        (shape, start, end), tensor = places[name], header.tensors[name]
-        if name not in shapes:
-            yield f"{name} is not in {PARTITIONS}"
-        elif shape != shapes[name]:
-            yield f"{name} is {list(shape)}, {PARTITIONS}: {list(shapes[name])}"
-        elif tensor.dtype != dtype:
-            yield f"{name} is {tensor.dtype}, {PARTITIONS} says {dtype}"
-        elif not 0 <= start <= end or tensor.numel != end - start:
-            yield f"{name} holds {tensor.numel} elements, its place is [{start}, {end})"
-        elif tensor.numel:
-            slices[name].append(_Slice(start, end, tensor.extents[0]))
-
-
-def _coverage(name: str, numel: int, slices: Sequence[_Slice]) -> Iterator[str]:
-    """Yield the first gap or overlap in the slices of one parameter, in order."""
-    at = 0
-    for start, end, extent in [*slices, _Slice(numel, numel, Extent(Path(), 0, 0))]:
-        if start != at:
-            other = extent.path.name or "beyond its end"
-            wrong = "no rank's file" if start > at else f"two files, once {other}"
-            yield f"{name}: elements {min(at, start)} to {max(at, start)} are in {wrong}"
-            return
-        at = end
+def _places(header: Header) -> dict[str, tuple[tuple[int, ...], int, int]]:
+    """Return shape of the parameter, start and end by name, from one rank's metadata."""
+    return {
+        name: (tuple(entry["shape"]), int(entry["start"]), int(entry["end"]))
+        for name, entry in parse_json(header.metadata["partitions"].encode()).items()
+    }

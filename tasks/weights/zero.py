@@ -1,4 +1,4 @@
-"""Read DeepSpeed's own checkpoints (ZeRO stages 0 to 3, universal) without DeepSpeed.
+"""Read DeepSpeed's own checkpoints (ZeRO stages 0 to 3) without DeepSpeed.
 
     checkpoint = read_zero(folder)                 # what `save_checkpoint` wrote, or one step of it
     checkpoint.tensors["lm_head.weight"].shape     # by live name, as byte ranges of the files
@@ -15,9 +15,8 @@ offset of its own flat groups. Reference: DeepSpeed's `runtime/zero/stage_1_and_
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -40,7 +39,6 @@ _FILE = re.compile(
     r"(?P<kind>model|optim)_states\.pt"
 )
 _FOREIGN = re.compile(r"layer_|expp_rank|.*expert|.*_model_states\.pt|.*optim_states\.pt")
-_LATEST = ("latest", "latest_universal")
 _SAMPLE = 32
 """Number of elements compared at each end of a tensor."""
 _STEP, _TINY = 2.0**-7, 1e-6
@@ -59,7 +57,7 @@ class ZeroCheckpoint:
 
     tensors: Tensors
     root: Path  # folder of the step
-    stage: int  # 0 (no ZeRO) to 3; 2 for a universal checkpoint of stage 1 or 2
+    stage: int  # 0 (no ZeRO) to 3
     world_size: int
     step: int | None
     trained: tuple[str, ...]
@@ -68,43 +66,52 @@ class ZeroCheckpoint:
 
 
 def read_zero(folder: Path) -> ZeroCheckpoint:
-    """Open a checkpoint of ZeRO-0 to 3 or a universal one; only the files' tables are read.
+    """Open a checkpoint of ZeRO-0 to 3; only the files' tables are read.
 
     `folder` is that which `save_checkpoint` wrote to, or that of one step in it. Raises
     ArtifactError with all findings: missing ranks, mixed steps, sizes that do not add up, empty
     tensors, another kind of parallelism.
     """
     root = find_step(folder)
+    if (root / "zero").is_dir():
+        raise ArtifactError(
+            f"{root}: a universal checkpoint of DeepSpeed, which is not read",
+            hint="source=<the checkpoint that it was converted from>",
+        )
     findings: list[str] = []
-    model, optim = _files(root, findings)
-    is_universal = (root / "zero").is_dir()
-    models: list[_Model] = _read_all(model, _read_model, findings)
-    ranks: list[_Optim] = [] if is_universal else _read_all(optim, _read_optim, findings)
-    findings += [] if findings else _rank_findings(models, ranks, is_universal)
-    tensors = {} if findings else _tensors(root, models, ranks, findings)
+    files = _files(root, findings)
+    models: list[_Model] = _read_all(files["model"], _read_model, findings)
+    ranks: list[_Optim] = _read_all(files["optim"], _read_optim, findings)
+    tensors: dict[str, Tensor] = {}
+    findings += [] if findings else _rank_findings(files, models, ranks)
+    if not findings:
+        tensors = _trained(models[0], ranks, findings) if ranks else {}
+        findings += [] if models[0].is_partition else _disagreements(models[0], tensors)
+        tensors |= _untrained(models, findings)
+        findings += [
+            f"{name}: has no elements, shape {list(tensor.shape)}"
+            for name, tensor in tensors.items()
+            if not tensor.numel and name not in models[0].buffers
+        ]
+        if not tensors and not findings:
+            findings.append("no tensor at all")
     if findings:
-        hint = "copy the files of every rank of one step into the folder, or use another step"
         raise ArtifactError(
             f"{root}: not a complete checkpoint: {first_and_more(findings)}",
             details=findings[:_SHOWN],
-            hint="use the checkpoint that this one was converted from" if is_universal else hint,
+            hint="copy the files of every rank of one step into the folder, or use another step",
         )
     first = models[0]
-    trained = tuple(name for group in first.groups or () for name in group)
-    stage = ranks[0].stage if ranks else 2 if trained else 0
     return ZeroCheckpoint(
         tensors={name: tensors[name] for name in first.module if name in tensors} | tensors,
         root=root,
-        stage=3 if first.is_partition else stage,
+        stage=3 if first.is_partition else ranks[0].stage if ranks else 0,
         world_size=ranks[0].partitions if ranks else first.world_size or 1,
         step=first.step,
-        trained=trained,
+        trained=tuple(first.shapes),
         buffers=first.buffers & set(tensors),
         tied={alias: name for alias, name in first.tied.items() if name in tensors},
     )
-
-
-# The files of a step
 
 
 def find_step(folder: Path) -> Path:
@@ -112,28 +119,22 @@ def find_step(folder: Path) -> Path:
     if weight_files(folder, "*_model_states.pt"):
         return folder
     steps = sorted({path.parent.name for path in weight_files(folder, "*/*_model_states.pt")})
-    for name in _LATEST:
-        if (folder / name).is_file():
-            tag = (folder / name).read_text(errors="replace")[:256].strip()
-            if tag in steps:
-                return folder / tag
-            raise ArtifactError(
-                f"{folder}: {name} names {tag!r}, which has no *_model_states.pt; steps that have: "
-                f"{', '.join(steps) or 'none'}",
-                hint="name the step's folder itself",
-            )
+    latest = folder / "latest"
+    tag = latest.read_text(errors="replace")[:256].strip() if latest.is_file() else ""
+    if tag in steps:
+        return folder / tag
+    if len(steps) == 1 and not tag:
+        return folder / steps[0]
     if not steps:
         raise ArtifactError(f"{folder}: no DeepSpeed checkpoint: no *_model_states.pt")
-    if len(steps) > 1:
-        raise ArtifactError(
-            f"{folder}: several steps and no file `latest`: {', '.join(steps)}",
-            hint="name the step's folder itself",
-        )
-    return folder / steps[0]
+    named = f"latest names {tag!r}, which is not one of them" if tag else "no file `latest`"
+    raise ArtifactError(
+        f"{folder}: steps {', '.join(steps)}, and {named}", hint="name the step's folder itself"
+    )
 
 
-def _files(root: Path, findings: list[str]) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Return the files of the model's and of the optimizer's states by rank."""
+def _files(root: Path, findings: list[str]) -> dict[str, dict[int, Path]]:
+    """Return the files by kind and rank."""
     files: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
     for path in weight_files(root, "*.pt"):
         match = _FILE.fullmatch(path.name)
@@ -145,7 +146,7 @@ def _files(root: Path, findings: list[str]) -> tuple[dict[int, Path], dict[int, 
         if rank in of_kind:
             findings.append(f"{path.name}: rank {rank} has another file, {of_kind[rank].name}")
         of_kind[rank] = path
-    return files["model"], files["optim"]
+    return files
 
 
 # The states of one rank
@@ -155,7 +156,6 @@ def _files(root: Path, findings: list[str]) -> tuple[dict[int, Path], dict[int, 
 class _Model:
     """Contents of a `*model_states.pt`; numbers are None if they are not stored."""
 
-    path: Path
     is_partition: bool  # one of ZeRO-3's, with placeholders for parameters
     module: Tensors  # the state dict
     buffers: frozenset[str]
@@ -165,17 +165,17 @@ class _Model:
     tied: Mapping[str, str]  # name -> name of the parameter that holds the same tensor
     step: int | None
     world_size: int | None
+    shapes: Shapes  # of all groups
 
 
 @dataclass(frozen=True)
 class _Optim:
     """Contents of a `*optim_states.pt`: this rank's part of the fp32 weights."""
 
-    path: Path
     stage: int
     partitions: int  # of each group
     flat: list[Tensor]  # one 1-D tensor per group
-    paddings: Sequence[Sequence[int]] | None  # after each parameter of each group, in elements
+    paddings: Any  # after each parameter of each group, in elements; None if there are none
     step: bytes | None  # of the inner optimizer, to compare
 
 
@@ -183,8 +183,7 @@ def _read_all(
     files: Mapping[int, Path], read: Callable[[Path, Any], Any], findings: list[str]
 ) -> list[Any]:
     states = []
-    for rank in sorted(files):
-        path = files[rank]
+    for _, path in sorted(files.items()):
         try:
             states.append(read(path, read_torch_file(path)))
         except ArtifactError as error:
@@ -197,60 +196,53 @@ def _read_all(
 def _read_model(path: Path, raw: Any) -> _Model:
     if _count(raw.get("mp_world_size")) not in (None, 1) or raw.get("autoep_layers"):
         raise ValueError("another parallelism")
-    groups = raw.get("param_shapes")
-    # References to one long group: a few bytes in the file could expand to any amount of memory.
-    if groups is not None and len({id(group) for group in groups}) < len(groups):
-        raise ValueError("param_shapes holds one group twice")
-    groups = None if groups is None else [_shapes(group) for group in groups]
+    groups, shapes = raw.get("param_shapes"), {}
+    if groups is not None:
+        # Names twice, also of one long group: few bytes could expand to any amount of memory.
+        if len({id(group) for group in groups}) < len(groups):
+            raise ValueError("param_shapes holds one group twice")
+        groups = [_shapes(group) for group in groups]
+        shapes = {name: shape for group in groups for name, shape in group.items()}
+        if len(shapes) < sum(map(len, groups)):
+            raise ValueError("a parameter in two groups of param_shapes")
     module = {
         name: value
         for name, value in raw["module"].items()
         if isinstance(name, str) and isinstance(value, Tensor)
     }
-    shared = _named(raw.get("shared_params") or {}, lambda name: isinstance(name, str))
+    shared = _named(raw.get("shared_params") or {}, str)
+    tied = {alias: name for alias, name in shared.items() if alias not in shapes}
+    holders: dict[object, str] = {}
+    for name, tensor in module.items() if groups is None else ():  # DeepSpeed lists none
+        holder = holders.setdefault((tensor.extents, tensor.shape), name)
+        if holder != name and tensor.extents:
+            tied[name] = holder
     return _Model(
-        path=path,
         is_partition="zero_pp_rank" in path.name,
         module=module,
         buffers=frozenset(raw.get("buffer_names") or ()),
         groups=groups,
         frozen=_shapes(raw.get("frozen_param_shapes") or {}),
-        fragments=_named(
-            raw.get("frozen_param_fragments") or {}, lambda value: isinstance(value, Tensor)
-        ),
-        tied=_tied(module, shared, groups),
+        fragments=_named(raw.get("frozen_param_fragments") or {}, Tensor),
+        tied=tied,
         step=_count(raw.get("global_steps")),
         world_size=_count(raw.get("dp_world_size")),
+        shapes=shapes,
     )
 
 
-def _named(entries: Any, is_entry: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return a dictionary by name. Raises ValueError if it is none, or an entry is not such."""
+def _named(entries: Any, kind: type) -> dict[str, Any]:
+    """Return a dictionary by name. Raises ValueError if an entry is of another kind."""
     for name, entry in entries.items():
-        if not (isinstance(name, str) and is_entry(entry)):
+        if not (isinstance(name, str) and isinstance(entry, kind)):
             raise ValueError(f"an unexpected entry {name!a:.200}")
     return dict(entries)
 
 
 def _shapes(group: Any) -> Shapes:
-    return {name: tuple(shape) for name, shape in _named(group, is_shape).items()}
-
-
-def _tied(
-    module: Tensors, shared: Mapping[str, str], groups: Sequence[Shapes] | None
-) -> dict[str, str]:
-    """Return names of tied tensors -> name of the tensor that is stored.
-
-    DeepSpeed lists them; without ZeRO they are recognised by their shared storage.
-    """
-    trained = {name for group in groups or () for name in group}
-    tied = {alias: name for alias, name in shared.items() if alias not in trained}
-    holders: dict[object, str] = {}
-    for name, tensor in module.items() if groups is None else ():
-        holder = holders.setdefault((tensor.extents, tensor.shape), name)
-        if holder != name and tensor.extents:
-            tied[name] = holder
-    return tied
+    if not all(map(is_shape, _named(group, object).values())):
+        raise ValueError("a shape that is not a list of sizes")
+    return {name: tuple(shape) for name, shape in group.items()}
 
 
 def _read_optim(path: Path, raw: Any) -> _Optim:
@@ -264,18 +256,8 @@ def _read_optim(path: Path, raw: Any) -> _Optim:
     flat = raw.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not flat or not all(isinstance(tensor, Tensor) and tensor.extents for tensor in flat):
         raise ArtifactError(f"{path}: holds no fp32 weights: offloaded to NVMe, or stripped")
-    paddings = raw.get("param_alignment_paddings")
-    return _Optim(
-        path=path,
-        stage=stage,
-        partitions=partitions.pop() or 0,
-        flat=flat,
-        # Not copied: a list of references to one long list would become as many long lists.
-        paddings=[group if isinstance(group, list | tuple) else () for group in paddings]
-        if isinstance(paddings, list)
-        else None,
-        step=_step(raw.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")),
-    )
+    step = _step(raw.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state"))
+    return _Optim(stage, partitions.pop() or 0, flat, raw.get("param_alignment_paddings"), step)
 
 
 def _count(value: Any) -> int | None:
@@ -299,7 +281,7 @@ def _step(inner: Any) -> bytes | None:
 
 
 def _rank_findings(
-    models: Sequence[_Model], ranks: Sequence[_Optim], is_universal: bool
+    files: Mapping[str, Mapping[int, Path]], models: Sequence[_Model], ranks: Sequence[_Optim]
 ) -> Iterator[str]:
     """Yield one line for everything that is wrong with the set of files."""
     first = models[0]
@@ -307,20 +289,18 @@ def _rank_findings(
         if ranks:
             yield "parts of a ZeRO optimizer beside a model without ZeRO"
         return
-    if not ranks and not is_universal:
+    if not ranks:
         yield f"no *_optim_states.pt: the fp32 weights of all {first.world_size} ranks are absent"
         return
     kinds = {(rank.stage, rank.partitions) for rank in ranks}
-    split = {model.is_partition for model in models}
-    if len(kinds) > 1 or len(split) > 1 or (ranks and (ranks[0].stage == 3) not in split):
+    if len(kinds) > 1 or {model.is_partition for model in models} != {ranks[0].stage == 3}:
         yield f"files of several checkpoints: (stage, ranks) of the optimizer {sorted(kinds)}"
         return
-    world = ranks[0].partitions if ranks else first.world_size or len(models)
-    for kind, states in (("optim", ranks), ("model", models if first.is_partition else ())):
-        numbers = {int(re.findall(r"rank_(\d+)", state.path.name)[0]) for state in states}
-        absent = next((rank for rank in range(world) if rank not in numbers), None)
-        if numbers and (absent is not None or len(numbers) > world):
-            yield f"{kind} states of {len(numbers)} ranks, of {world} ranks; absent: {absent}"
+    world = ranks[0].partitions
+    for kind in ("optim", "model") if first.is_partition else ("optim",):
+        absent = next((rank for rank in range(world) if rank not in files[kind]), None)
+        if absent is not None or len(files[kind]) > world:
+            yield f"{kind} states of {len(files[kind])} ranks, of {world} ranks; absent: {absent}"
     if len({model.step for model in models}) > 1:
         yield "ranks' files of more than one step: an overwritten checkpoint"
     # A rank that holds only padding has no optimizer state and therefore no step.
@@ -333,45 +313,18 @@ def _rank_findings(
 # The tensors
 
 
-def _tensors(
-    root: Path, models: Sequence[_Model], ranks: Sequence[_Optim], findings: list[str]
-) -> dict[str, Tensor]:
-    first = models[0]
-    groups = first.groups or ()
-    names = [name for group in groups for name in group]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        findings += [f"{name}: in two parameter groups" for name in twice]
-        return {}
-    tensors: dict[str, Tensor] = {}
-    if (root / "zero").is_dir():
-        tensors = _universal(root / "zero", first, findings)
-    elif ranks:
-        tensors = _trained(groups, ranks, findings)
-    if not first.is_partition:
-        findings += _disagreements(first, tensors)
-    tensors |= _untrained(models, {*names, *first.tied}, findings)
-    findings += [
-        f"{name}: has no elements, shape {list(tensor.shape)}"
-        for name, tensor in tensors.items()
-        if not tensor.numel and name not in first.buffers
-    ]
-    if not tensors and not findings:
-        findings.append("no tensor at all")
-    return tensors
-
-
-def _trained(
-    groups: Sequence[Shapes], ranks: Sequence[_Optim], findings: list[str]
-) -> dict[str, Tensor]:
+def _trained(first: _Model, ranks: Sequence[_Optim], findings: list[str]) -> dict[str, Tensor]:
     """Return the trained parameters, in fp32, in the order of training's groups."""
     dtypes = {tensor.dtype for rank in ranks for tensor in rank.flat}
     if len(dtypes) != 1 or not is_float(dtype := next(iter(dtypes))):
         findings.append(f"flat groups of {', '.join(sorted(dtypes))}, not of one float dtype")
         return {}
-    locate = _by_parameter if ranks[0].stage == 3 else _by_group
-    located = locate(groups, ranks, ITEM_BITS[dtype] // 8, findings)
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    return {name: Tensor(shapes[name], dtype, tuple(extents)) for name, extents in located.items()}
+    item = ITEM_BITS[dtype] // 8
+    if ranks[0].stage == 3:
+        located = _by_parameter(first.shapes, ranks, item, findings)
+    else:
+        located = _by_group(first.groups or (), ranks, item, findings)
+    return {name: Tensor(first.shapes[name], dtype, tuple(e)) for name, e in located.items()}
 
 
 def _by_group(
@@ -385,11 +338,12 @@ def _by_group(
     located: dict[str, list[Extent]] = {}
     for index, shapes in enumerate(groups):
         flat = [extent for rank in ranks for extent in rank.flat[index].extents]
-        pads: Sequence[Any] = [0] * len(shapes)
-        if ranks[0].paddings is not None:
+        pads: Any = [0] * len(shapes)
+        if isinstance(ranks[0].paddings, list):
             pads = ranks[0].paddings[index] if index < len(ranks[0].paddings) else []
-        if len(pads) != len(shapes) or not all(type(n) is int and n >= 0 for n in pads):
-            findings.append(f"group {index}: {len(pads)} paddings for {len(shapes)} parameters")
+        known = isinstance(pads, list | tuple) and len(pads) == len(shapes)
+        if not known or not all(type(n) is int and n >= 0 for n in pads):
+            findings.append(f"group {index}: no padding for each of {len(shapes)} parameters")
             continue
         sizes = [prod(shape) for shape in shapes.values()]
         starts = [0, *accumulate(size + pad for size, pad in zip(sizes, pads, strict=True))]
@@ -404,10 +358,10 @@ def _by_group(
 
 
 def _by_parameter(
-    groups: Sequence[Shapes], ranks: Sequence[_Optim], item: int, findings: list[str]
+    shapes: Shapes, ranks: Sequence[_Optim], item: int, findings: list[str]
 ) -> dict[str, list[Extent]]:
     """Find each parameter's partitions at the same offset of every rank's concatenated groups."""
-    sizes = {name: prod(shape) for group in groups for name, shape in group.items()}
+    sizes = {name: prod(shape) for name, shape in shapes.items()}
     shares = {name: -(-size // len(ranks)) for name, size in sizes.items()}
     need = sum(shares.values())
     sums = [sum(tensor.numel for tensor in rank.flat) for rank in ranks]
@@ -424,41 +378,15 @@ def _by_parameter(
     return located
 
 
-def _universal(zero: Path, first: _Model, findings: list[str]) -> dict[str, Tensor]:
-    """Find the trained parameters of a universal checkpoint: `zero/<parameter>/fp32.pt`.
+def _untrained(models: Sequence[_Model], findings: list[str]) -> dict[str, Tensor]:
+    """Return frozen parameters and buffers.
 
-    `ds_to_universal.py` writes `{"param": tensor}` for ZeRO-1 and 2. For ZeRO-3 it writes the bare
-    flat tensor, whose shape is in the model states that were copied beside it.
+    Under ZeRO-3 each rank holds a partition of a frozen parameter. ZeRO-1 does not list them, but
+    its module contains them.
     """
-    shapes = {name: shape for group in first.groups or () for name, shape in group.items()}
-    files = {path.parent.name: path for path in weight_files(zero, "*/fp32.pt")}
-    known = {*shapes, *first.module, *first.frozen, *first.tied}
-    findings += [f"zero/{name}: not a parameter of the model" for name in sorted({*files} - known)]
-    tensors = {}
-    for name, shape in shapes.items():
-        if name not in files:
-            findings.append(f"{name}: no zero/{name}/fp32.pt")
-            continue
-        try:
-            content = read_torch_file(files[name])
-            have = content.get("param") if isinstance(content, dict) else content
-            if not isinstance(have, Tensor) or have.shape not in (shape, (prod(shape),)):
-                text = list(have.shape) if isinstance(have, Tensor) else "no tensor"
-                findings.append(f"{files[name]}: {text}, the model's is {list(shape)}")
-            elif not is_float(have.dtype) or not have.extents:
-                findings.append(f"{files[name]}: {have.dtype} is not a float dtype, or is strided")
-            else:
-                tensors[name] = replace(have, shape=shape)
-        except ArtifactError as error:
-            findings.append(error.message)
-    return tensors
-
-
-def _untrained(models: Sequence[_Model], known: set[str], findings: list[str]) -> dict[str, Tensor]:
-    """Return frozen parameters and buffers: the tensors whose names are not in `known`."""
-    first = models[0]
+    first, tensors = models[0], {}
+    known = {*first.shapes, *first.tied}
     rest = [name for name in {**first.module, **first.fragments} if name not in known]
-    tensors = {}
     if first.is_partition:
         findings += [
             f"{name}: a parameter of the model, but no rank holds data of it"
@@ -466,27 +394,20 @@ def _untrained(models: Sequence[_Model], known: set[str], findings: list[str]) -
             if name not in first.buffers and name not in first.frozen
         ]
         rest = [name for name in rest if name in first.buffers]
-        tensors = _frozen_fragments(models, findings)
-    for name in rest:  # ZeRO-1 does not list frozen parameters, but its module contains them
+        for name, shape in first.frozen.items():
+            numel, share = prod(shape), -(-prod(shape) // len(models))
+            parts = [model.fragments[name] for model in models if name in model.fragments]
+            sizes = [tensor.numel for tensor in parts if tensor.extents]
+            if sizes != [share] * len(models) or len({tensor.dtype for tensor in parts}) > 1:
+                findings.append(f"{name}: frozen, {numel} elements; not a partition on each rank")
+                continue
+            padded = [extent for tensor in parts for extent in tensor.extents]
+            extents = part(padded, 0, numel * ITEM_BITS[parts[0].dtype] // 8)
+            tensors[name] = Tensor(shape, parts[0].dtype, tuple(extents))
+    for name in rest:
         tensors[name] = first.fragments.get(name) or first.module[name]
         if tensors[name].numel and not tensors[name].extents:
             findings.append(f"{name}: not contiguous, shape {list(tensors[name].shape)}")
-    return tensors
-
-
-def _frozen_fragments(models: Sequence[_Model], findings: list[str]) -> dict[str, Tensor]:
-    """Return the frozen parameters of ZeRO-3, of which each rank holds a partition."""
-    tensors = {}
-    for name, shape in models[0].frozen.items():
-        numel, share = prod(shape), -(-prod(shape) // len(models))
-        parts = [model.fragments[name] for model in models if name in model.fragments]
-        kinds = {tensor.dtype for tensor in parts}
-        if [t.numel for t in parts if t.extents] != [share] * len(models) or len(kinds) > 1:
-            findings.append(f"{name}: frozen, {numel} elements; not a partition of it on each rank")
-            continue
-        padded = [extent for tensor in parts for extent in tensor.extents]
-        extents = part(padded, 0, numel * ITEM_BITS[parts[0].dtype] // 8)
-        tensors[name] = Tensor(shape, parts[0].dtype, tuple(extents))
     return tensors
 
 
@@ -495,8 +416,7 @@ def _disagreements(state: _Model, weights: Tensors) -> Iterator[str]:
 
     Below ZeRO-3 a checkpoint holds each weight twice: as a full tensor in 16 bits, and partitioned
     in fp32. A few elements of every tensor are compared, since sizes alone cannot reveal a wrong
-    order: DeepSpeed 0.19.8's own `ds_to_universal.py` mixes up the parameters of a run with
-    `round_robin_gradients`, and its output loads without an error.
+    order of files.
     """
     for name, tensor in weights.items():
         own = state.module.get(name)
@@ -515,6 +435,6 @@ def _disagreements(state: _Model, weights: Tensors) -> Iterator[str]:
 def _ends(tensor: Tensor) -> NDArray[Any]:
     """Return the first and the last elements of a tensor as fp32."""
     nbytes = min(tensor.nbytes, _SAMPLE * ITEM_BITS[tensor.dtype] // 8)
-    with Reader(tensor.extents) as reader:  # closed, as a universal checkpoint has many files
+    with Reader(tensor.extents) as reader:
         ends = [reader.read(at, nbytes) for at in (0, reader.nbytes - nbytes)]
     return widened(np.concatenate(ends), tensor.dtype)

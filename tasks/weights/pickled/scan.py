@@ -9,24 +9,19 @@ so that "no names" means that there are none.
 from __future__ import annotations
 
 import bz2
-import io
 import lzma
 import mmap
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.pickled.torch_file import LOCAL_MAGIC, is_zip, read_archives
 from tasks.weights.pickled.unpickler import (
-    DamagedError,
-    Foreign,
-    Global,
     PickleError,
     TruncatedError,
     UnresolvedError,
@@ -48,19 +43,22 @@ _MAX_DEPTH, _MAX_REASONS, _MAX_STREAMS = 4, 5, 100
 _SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".joblib", ".dill")
 _LEGACY_MAGIC, _LEGACY_PICKLES = 0x1950A86A20F9469CFC6C, 5
 _ARCHIVES = {
-    "7z": b"7z\xbc\xaf\x27\x1c", "rar": b"Rar!\x1a\x07", "zip": LOCAL_MAGIC,
-    "lz4": b"\x04\x22\x4d\x18", "zstd": b"\x28\xb5\x2f\xfd",
+    "7z": (0, b"7z\xbc\xaf\x27\x1c"), "rar": (0, b"Rar!\x1a\x07"), "zip": (0, LOCAL_MAGIC),
+    "lz4": (0, b"\x04\x22\x4d\x18"), "zstd": (0, b"\x28\xb5\x2f\xfd"), "tar": (257, b"ustar"),
 }  # fmt: skip
-"""First bytes of archives that are not looked into; a tar file has its mark further on."""
-Stream = tuple[re.Pattern[bytes], Callable[[], Any]]
-_STREAMS: tuple[Stream, ...] = (
+"""Archives that are not looked into: place and bytes of their mark."""
+_SURE: tuple[tuple[re.Pattern[bytes], Callable[[], Any]], ...] = (
     (re.compile(rb"\x1f\x8b\x08"), lambda: zlib.decompressobj(wbits=31)),
     (re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"), bz2.BZ2Decompressor),
     (re.compile(rb"\xfd7zXZ\0"), lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
+)
+"""First bytes of compressed data, and what decompresses it."""
+_STREAMS = (
+    *_SURE,
     (re.compile(rb"\]\0\0"), lambda: lzma.LZMADecompressor(memlimit=MAX_BYTES)),
     (re.compile(rb"x"), zlib.decompressobj),
 )
-"""First bytes of compressed data, and what decompresses it; texts may begin with the last two."""
+"""The same, with those that texts may begin with."""
 _NUMPY, _HDF5 = b"\x93NUMPY", b"\x89HDF\r\n\x1a\n"
 _GRAPH_CODE = {
     "keras.layers.Lambda": re.compile(rb'"class_name"\s*:\s*"(?:Lambda"|[^"]{0,99}\\u)'),
@@ -86,12 +84,7 @@ TENSORS = TORCH | _OTHERS
 
 @dataclass
 class Scanned:
-    """Result of a scan.
-
-    Attributes:
-        names: dotted names of the classes and functions that loading the file may import or call.
-        unreadable: reasons why the file may run more than that, with the offset.
-    """
+    """Names of what loading a file may import or call, and why it may run more than that."""
 
     names: set[str] = field(default_factory=set)
     unreadable: list[str] = field(default_factory=list)
@@ -135,24 +128,23 @@ class Scanner:
 
     def _content(self, data: _Data, scanned: Scanned) -> None:
         """Scan bytes as pickles, also compressed or behind numpy's header; report an archive."""
-        head, packed = data.raw[:_HEAD], False
+        raw, other = data.raw, data.raw.startswith(_NUMPY) or data.raw[5:9] == b"\0\0\0{"
         if not data.inert:
-            packed = self._decompressed(data, scanned)
-            if archive := _archive(head):
-                scanned.add_reason(data.where, f"{archive}, which is not looked into")
-                packed = True
-        is_array, is_safetensors = head.startswith(_NUMPY), head[5:9] == b"\0\0\0{"
-        self._pickles(data, 0, scanned, is_other=packed or is_array or is_safetensors)
-        if is_array:
-            start = 12 if head[6:7] > b"\x01" else 10
-            size = int.from_bytes(head[8:start], "little")
+            other |= self._decompressed(data, scanned)
+            for name, (at, magic) in _ARCHIVES.items():
+                if raw.startswith(magic, at):
+                    scanned.add_reason(data.where, f"{name}, which is not looked into")
+                    other = True
+        self._pickles(data, 0, scanned, is_other=other)
+        if raw.startswith(_NUMPY):
+            start = 12 if raw[6:7] > b"\x01" else 10
+            size = int.from_bytes(raw[8:start], "little")
             self._pickles(data, start + size, scanned, is_other=True)
 
     def _decompressed(self, data: _Data, scanned: Scanned) -> bool:
         """Scan the content of compressed data; returns False if it is not compressed."""
-        room = max(self._room, _HEAD)
         try:
-            content = _decompressed(data.raw, room, _STREAMS if data.suspect else _STREAMS[:3])
+            content = _decompressed(data, max(self._room, _HEAD))
             if content is not None and data.depth == _MAX_DEPTH:
                 raise UnresolvedError("compressed too often to be looked into")
         except UnresolvedError as problem:
@@ -174,9 +166,7 @@ class Scanner:
         first, is_legacy, number = at, False, 0
         while at < len(data.raw):
             inert = data.inert or (is_legacy and number >= _LEGACY_PICKLES)
-            encoded: list[bytes] = []
-            walker = Walker(data.raw, at, reduce=partial(_placeholder, encoded))
-            problem = None
+            walker, problem = Walker(data.raw, at), None
             try:
                 walker.walk(max(_FEW_STEPS, min(_DATA_STEPS if inert else MAX_STEPS, self._steps)))
             except PickleError as error:
@@ -186,12 +176,11 @@ class Scanner:
             is_pickle = walker.steps > 1 or bool(walker.names)  # its first instruction is one
             expected = begins and is_pickle and at == first and not (inert or is_other)
             if expected or walker.calls or (problem is None and begins):
-                scanned.names.update(name.path for name in walker.names)
-            if data.depth < _MAX_DEPTH:
-                for blob in (*walker.blobs, *encoded):
-                    where = f"{data.where} bytes".strip()
-                    nested = _Data(blob, where, len(blob), inert=True, depth=data.depth + 1)
-                    self._pickles(nested, 0, scanned)
+                scanned.names.update(walker.names)
+            for blob in walker.blobs if data.depth < _MAX_DEPTH else ():
+                where = f"{data.where} bytes".strip()
+                nested = _Data(blob, where, len(blob), inert=True, depth=data.depth + 1)
+                self._pickles(nested, 0, scanned)
             if problem is not None:
                 unknown = isinstance(problem, UnresolvedError) or (
                     isinstance(problem, TruncatedError) and len(data.raw) < problem.end <= data.size
@@ -205,61 +194,23 @@ class Scanner:
 
 def _parts(path: Path, file: BinaryIO, scanned: Scanned) -> Iterator[_Data]:
     """Yield what a loader may unpickle: the records of torch's zip files, or the file itself."""
-    size = file.seek(0, io.SEEK_END)
-    head = _read(file, 0, _HEAD)
-    if head.startswith(LOCAL_MAGIC) or is_zip(file):
+    head, size = file.read(_HEAD), path.stat().st_size
+    if head.startswith(LOCAL_MAGIC) or is_zip(path):
         try:
             archives = read_archives(path)
         except ArtifactError:
             scanned.add_reason("", "a zip file that torch did not write, which is not looked into")
         else:
-            for archive in archives:
-                for name, record in archive.records.items():
-                    inert = name.startswith("data/")
-                    limit = _STORAGE if inert else MAX_BYTES
-                    raw = _read(file, record.start, min(record.nbytes, limit))
-                    suspect = name.lower().endswith(_SUFFIXES)
-                    yield _Data(raw, name, record.nbytes, suspect, inert)
+            for name, record in (pair for each in archives for pair in each.records.items()):
+                inert = name.startswith("data/")
+                file.seek(record.start)
+                raw = file.read(min(record.nbytes, _STORAGE if inert else MAX_BYTES))
+                yield _Data(raw, name, record.nbytes, name.lower().endswith(_SUFFIXES), inert)
             return
-    raw = _read(file, 0, min(size, MAX_BYTES)) if _may_go_on(head) else head
-    yield _Data(raw, "", size, path.name.lower().endswith(_SUFFIXES))
-
-
-def _decompressed(raw: bytes, most: int, sure: Sequence[Stream]) -> bytes | None:
-    """Return the first `most` bytes of the content of compressed data; None for other data.
-
-    Raises UnresolvedError if it cannot be looked into, and is surely compressed.
-    """
-    content, rest, streams = b"", raw, 0
-    make = next((make for magic, make in _STREAMS if magic.match(raw)), None)
-    try:
-        # One stream after the other; each copies the rest.
-        while make and rest and len(content) < most and streams < _MAX_STREAMS:
-            machine = make()
-            content += machine.decompress(rest, most - len(content))
-            streams += bool(content) or machine.eof
-            rest = machine.unused_data
-    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
-        if "emory" in str(error) or any(magic.match(rest) for magic, _ in sure):
-            raise UnresolvedError(f"compressed, and cannot be looked into: {error}") from error
-    if rest and streams == _MAX_STREAMS:
-        raise UnresolvedError(f"more than {_MAX_STREAMS} compressed streams")
-    return content if streams else None
-
-
-def _archive(head: bytes) -> str:
-    """Return the kind of an archive; "" for anything else."""
-    if head[257:262] == b"ustar":
-        return "tar"
-    return next((name for name, magic in _ARCHIVES.items() if head.startswith(magic)), "")
-
-
-def _graph_code(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield code in models of Keras (HDF5) and TensorFlow (`.pb`), which hold no pickles."""
-    head = _read(file, 0, len(_HDF5))
-    if head == _HDF5 or (head and path.suffix == ".pb"):
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            yield from (name for name, code in _GRAPH_CODE.items() if code.search(content))
+    if _may_go_on(head):
+        file.seek(0)
+        head = file.read(min(size, MAX_BYTES))
+    yield _Data(head, "", size, path.name.lower().endswith(_SUFFIXES))
 
 
 def _may_go_on(head: bytes) -> bool:
@@ -268,20 +219,38 @@ def _may_go_on(head: bytes) -> bool:
         return True
     try:
         Walker(head).walk(_DATA_STEPS)
-    except DamagedError as error:
-        return isinstance(error, TruncatedError)
-    except PickleError:
-        return True
+    except PickleError as error:
+        return isinstance(error, TruncatedError | UnresolvedError)
     return True
 
 
-def _read(file: BinaryIO, start: int, size: int) -> bytes:
-    file.seek(start)
-    return file.read(size)
+def _decompressed(data: _Data, most: int) -> bytes | None:
+    """Return the first `most` bytes of the content of compressed data; None for other data.
+
+    Raises UnresolvedError if it cannot be looked into, and is surely compressed.
+    """
+    content, rest, streams = b"", data.raw, 0
+    make = next((make for magic, make in _STREAMS if magic.match(rest)), None)
+    try:
+        # One stream after the other; each copies the rest.
+        while make and rest and len(content) < most and streams < _MAX_STREAMS:
+            machine = make()
+            content += machine.decompress(rest, most - len(content))
+            streams += bool(content) or machine.eof
+            rest = machine.unused_data
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        sure = _STREAMS if data.suspect else _SURE
+        if "emory" in str(error) or any(magic.match(rest) for magic, _ in sure):
+            raise UnresolvedError(f"compressed, and cannot be looked into: {error}") from error
+    if rest and streams == _MAX_STREAMS:
+        raise UnresolvedError(f"more than {_MAX_STREAMS} compressed streams")
+    return content if streams else None
 
 
-def _placeholder(encoded: list[bytes], target: Global, args: tuple[Any, ...]) -> Foreign:
-    """Return a placeholder of a call; collect bytes, which protocol 2 writes as encoded text."""
-    if target.path == "_codecs.encode" and args and isinstance(args[0], str):
-        encoded.append(args[0].encode("latin-1", "ignore"))
-    return Foreign(target.path, args)
+def _graph_code(path: Path, file: BinaryIO) -> Iterator[str]:
+    """Yield code in models of Keras (HDF5) and TensorFlow (`.pb`), which hold no pickles."""
+    file.seek(0)
+    head = file.read(len(_HDF5))
+    if head == _HDF5 or (head and path.suffix == ".pb"):
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            yield from (name for name, code in _GRAPH_CODE.items() if code.search(content))

@@ -11,23 +11,19 @@ which part of which storage. The table of the zip is checked before use.
 from __future__ import annotations
 
 import io
-import os
 import struct
 import zipfile
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, TORCH_NAMES
 from tasks.weights.files.reader import index_of, read_files, weight_files
 from tasks.weights.files.tensors import Extent, Tensor, Tensors
-from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, run
+from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, Walker
 
 MODEL = "pytorch_model.bin"
 """File name of a pickled model in transformers; the index of several files is named after it."""
@@ -38,99 +34,90 @@ DTYPES = TORCH_NAMES | {
 """safetensors names by torch's names of dtypes; `FloatStorage` is "float" here."""
 LOCAL_MAGIC = b"PK\x03\x04"
 _END = b"PK\x05\x06"
-_LOCAL = struct.Struct("<4s5H3L2H")
-_DESCRIBED, _ENCRYPTED = 8, 1
+_DESCRIBED = 8
 _WIDE = (1 << 32) - 1
 """Sizes and offsets from here on are written in 8 bytes."""
 _MAX_ARCHIVES = 100_000
-_MAX_DIRECTORY = 64 << 20
-"""Limit in bytes: an entry of torch takes 60 to 80, and there is one per tensor."""
-_MAX_PICKLE = 128 << 20
+_MAX_READ = 64 << 20
+"""Limit in bytes of the table, of which torch needs 60 to 80 for a tensor, and of the pickle."""
 _MAX_AXES, _MAX_SIZE = 64, 1 << 62
 _SHOWN = 50
-_PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
+_PICKLE, _ORDER = _SMALL = "data.pkl", "byteorder"
+_PLAIN = (Global("torch.Tensor"), Global("torch.nn.parameter.Parameter"))
 
 # The zip file
 
 
-@dataclass(frozen=True)
-class Archive:
-    """Byte ranges of a file's records by name, without the folder that torch puts before names."""
+class Archive(NamedTuple):
+    """A zip file of `torch.save`, which may be a part of a file.
 
-    path: Path
-    records: Mapping[str, Extent]
-    checksums: Mapping[str, int]  # CRC-32; 0 if the writer left it out
+    Records have their names without the folder that torch puts before them.
+    """
 
-    def read(self, name: str, limit: int) -> bytes:
-        """Read a record of at most `limit` bytes and verify its checksum. Raises ArtifactError."""
-        record = self.records.get(name)
-        if record is None:
-            raise ArtifactError(f"{self.path}: not written by torch.save: no record {name}")
-        if record.nbytes > limit:
-            raise ArtifactError(f"{self.path}: {name} has {record.nbytes} bytes, allowed: {limit}")
-        with _opened(self.path) as file:
-            file.seek(record.start)
-            data = file.read(record.nbytes)
-        crc = self.checksums[name]
-        if len(data) < record.nbytes or (crc and zlib.crc32(data) != crc):
-            raise ArtifactError(f"{self.path}: {name} does not match its checksum")
-        return data
+    start: int  # its first byte
+    records: dict[str, Extent]
+    small: dict[str, bytes]  # the pickle and the byte order, whose checksums are right
 
 
-def read_archive(path: Path, start: int = 0, end: int | None = None) -> Archive:
-    """Read and check the table of the zip file between two bytes of a file.
+class _Until(io.FileIO):
+    """The bytes of a file before an offset, for `zipfile`, which reads from the end."""
+
+    def __init__(self, path: Path, end: int) -> None:
+        super().__init__(path)
+        self._end = end
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at_end = whence == io.SEEK_END
+        return super().seek(self._end + offset if at_end else offset, 0 if at_end else whence)
+
+    def read(self, size: int | None = -1) -> bytes:
+        room = max(0, self._end - self.tell())
+        count = room if size is None or size < 0 else min(size, room)
+        if count > _MAX_READ:
+            raise zipfile.BadZipFile(f"a record or a directory of {count} bytes")
+        return super().read(count)
+
+
+def read_archives(path: Path) -> list[Archive]:
+    """Read the tables of zip files that lie one after the other, as in FSDP's `.distcp` files.
 
     Raises ArtifactError for anything else: a file that is cut short, torch's format before 1.6,
     compressed records, or records that overlap.
     """
-    with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if end is None:
-            _require_zip(path, file)
-        elif end > size:
-            raise ArtifactError(f"{path}: truncated: a shard ends at byte {end}")
-        base, archive = _archive_until(path, file, size if end is None else end)
-    if base != start:
-        raise ArtifactError(f"{path}: a zip file of torch.save begins at byte {base}, not {start}")
-    return archive
-
-
-def read_archives(path: Path) -> list[Archive]:
-    """Read the tables of zip files that lie one after the other, as in FSDP's `.distcp` files."""
     archives: list[Archive] = []
-    with _opened(path) as file:
-        _require_zip(path, file)
-        end = os.fstat(file.fileno()).st_size
+    with _refused(path):
+        end = _require_zip(path)
         while end and len(archives) < _MAX_ARCHIVES:
-            end, archive = _archive_until(path, file, end)
-            archives.append(archive)
+            archives.append(_archive_until(path, end))
+            end = archives[-1].start
     if end:
         raise ArtifactError(f"{path}: more than {_MAX_ARCHIVES} zip files in one")
     return archives
 
 
-def is_zip(file: BinaryIO) -> bool:
+def is_zip(path: Path) -> bool:
     """Return True if a zip file with entries ends at the end of a file, whatever is before it."""
     try:
-        with zipfile.ZipFile(_Until(file, file.seek(0, io.SEEK_END))) as opened:
+        with _Until(path, path.stat().st_size) as file, zipfile.ZipFile(file) as opened:
             return bool(opened.infolist())
     except (struct.error, ValueError, zipfile.BadZipFile, NotImplementedError):
         return False
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _refused(path: Path) -> Iterator[None]:
     try:
-        with path.open("rb") as file:
-            yield file
+        yield
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (struct.error, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+    except (struct.error, ValueError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         raise ArtifactError(f"{path}: truncated, or not written by torch.save: {error}") from error
 
 
-def _require_zip(path: Path, file: BinaryIO) -> None:
-    magic = file.read(4)
+def _require_zip(path: Path) -> int:
+    """Return the size of a zip file."""
+    with path.open("rb") as file:
+        magic, size = file.read(4), file.seek(0, io.SEEK_END)
     if magic[:1] == b"\x80":
         raise ArtifactError(
             f"{path}: a bare pickle: torch's format before 1.6, or another program's",
@@ -138,79 +125,46 @@ def _require_zip(path: Path, file: BinaryIO) -> None:
         )
     if magic != LOCAL_MAGIC:
         raise ValueError("not a zip file")
+    return size
 
 
-class _Until(io.RawIOBase):
-    """The bytes of a file before an offset, for `zipfile`, which reads from the end."""
-
-    def __init__(self, file: BinaryIO, end: int) -> None:
-        self._file, self._end, self._at = file, end, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._end)[whence]
-        if self._at < 0:
-            raise ValueError("an offset before the file's beginning")
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        room = max(0, self._end - self._at)
-        count = room if size < 0 else min(size, room)
-        if count > _MAX_DIRECTORY:
-            raise zipfile.BadZipFile(f"a directory of {count} bytes")
-        self._file.seek(self._at)
-        data = self._file.read(count)
-        self._at += len(data)
-        return data
-
-
-def _archive_until(path: Path, file: BinaryIO, end: int) -> tuple[int, Archive]:
-    """Return the offset of the zip file that ends at `end`, and its table."""
-    tail = _Until(file, end)
-    tail.seek(max(0, end - 22))
-    last = tail.read(22)
-    if last[:4] != _END or last[20:] != b"\0\0":
-        raise ValueError("other data follows the zip file's end")
-    with zipfile.ZipFile(tail) as opened:
-        entries, directory = opened.infolist(), opened.start_dir
+def _archive_until(path: Path, end: int) -> Archive:
+    """Read the table of the zip file that ends before byte `end` of a file."""
     records: dict[str, Extent] = {}
-    folders, begins, ends = set(), {directory}, set()
-    for entry in entries:
-        folder, _, name = entry.filename.partition("/")
-        folders.add(folder)
-        if name in records:
-            raise ValueError(f"record {entry.filename} appears twice")
-        packed = entry.compress_type or entry.compress_size != entry.file_size
-        if packed or entry.flag_bits & _ENCRYPTED:
-            raise ValueError(f"record {entry.filename} is compressed or encrypted")
-        records[name] = Extent(path, _data_start(file, entry), entry.file_size)
-        begins.add(entry.header_offset)
-        ends.add(_end(records[name], entry))
-    if len(folders) != 1:
-        raise ValueError(f"{len(folders)} folders of records")
-    base = min(begins)
-    # No gaps allowed: so an altered length cannot move a record by a few bytes.
-    if begins != ends | {base}:
-        raise ValueError("records overlap, or leave gaps between them")
-    return base, Archive(path, records, dict(zip(records, (e.CRC for e in entries), strict=True)))
+    small: dict[str, bytes] = {}
+    with _Until(path, end) as file, zipfile.ZipFile(file) as opened:
+        file.seek(max(0, end - 22))
+        last = file.read(22)
+        if last[:4] != _END or last[20:] != b"\0\0":
+            raise ValueError("other data follows the zip file's end")
+        entries = sorted(opened.infolist(), key=lambda entry: entry.header_offset)
+        if len({entry.filename.partition("/")[0] for entry in entries}) != 1:
+            raise ValueError("not one folder of records")
+        first = entries[0].header_offset
+        following = [*(entry.header_offset for entry in entries[1:]), opened.start_dir]
+        for entry, limit in zip(entries, following, strict=True):
+            if entry.compress_type or entry.compress_size != entry.file_size:
+                raise ValueError(f"record {entry.filename} is compressed")
+            with opened.open(entry):  # checks the name in the record's own header, and skips that
+                start = file.tell()
+            name, size = entry.filename.partition("/")[2], entry.file_size
+            described = 24 if max(size, entry.header_offset - first) >= _WIDE else 16
+            # No gaps allowed: so an altered length cannot move a record by a few bytes.
+            if start + size + (described if entry.flag_bits & _DESCRIBED else 0) != limit:
+                raise ValueError("records overlap, or leave gaps between them")
+            if name in records:
+                raise ValueError(f"record {entry.filename} appears twice")
+            records[name] = Extent(path, start, size)
+            if name in _SMALL:
+                small[name] = _checked(opened, entry)
+    return Archive(first, records, small)
 
 
-def _data_start(file: BinaryIO, entry: zipfile.ZipInfo) -> int:
-    file.seek(entry.header_offset)
-    magic, *_, name_size, extra_size = _LOCAL.unpack(file.read(_LOCAL.size))
-    if magic != LOCAL_MAGIC or file.read(name_size).decode() != entry.orig_filename:
-        raise ValueError(f"record {entry.filename} is not where the directory says")
-    return entry.header_offset + _LOCAL.size + int(name_size) + int(extra_size)
-
-
-def _end(record: Extent, entry: zipfile.ZipInfo) -> int:
-    """Return the offset at which the next record has to begin, after checksum and sizes."""
-    end = record.start + record.nbytes
-    if not entry.flag_bits & _DESCRIBED:
-        return end
-    return end + (24 if max(record.nbytes, entry.header_offset) >= _WIDE else 16)
+def _checked(opened: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """Return a record whose checksum is right, or was left out by the writer."""
+    checksum: Any = entry.CRC or None
+    entry.CRC = checksum
+    return opened.read(entry)
 
 
 # The pickle
@@ -223,76 +177,82 @@ class _Storage(NamedTuple):
     dtype: str | None
 
 
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path, start: int = 0, end: int | None = None) -> Any:
     """Read the object in a file of `torch.save`, without torch, tensor data, or running any code.
 
     It has a `Tensor` for a tensor, without extents if its elements are not in C order, and a
-    `Foreign` for an object of an unknown class. Raises ArtifactError if the file is damaged or not
-    torch's.
+    `Foreign` for an object of an unknown class. `start` and `end` are those of a zip file in a
+    larger one. Raises ArtifactError if the file is damaged or not torch's.
     """
-    return read_object(read_archive(path))
-
-
-def read_object(archive: Archive) -> Any:
-    """Read the object in an archive; see `read_torch_file`."""
-    path = archive.path
-    data = archive.read("data.pkl", _MAX_PICKLE)
-    if "byteorder" in archive.records and archive.read("byteorder", 64) != b"little":
+    with _refused(path):
+        archive = _archive_until(path, _require_zip(path) if end is None else end)
+    if archive.start != start:
+        raise ArtifactError(f"{path}: its zip file begins at byte {archive.start}, not {start}")
+    if _PICKLE not in archive.small:
+        raise ArtifactError(f"{path}: not written by torch.save: no record {_PICKLE}")
+    if archive.small.get(_ORDER, b"little") != b"little":
         raise ArtifactError(f"{path}: written on a big-endian machine")
     try:
-        return run(data, persistent=partial(_storage, archive), reduce=_reduce)
+        return _Tensors(archive).value()
     except PickleError as error:
         raise ArtifactError(f"{path}: not a usable torch file: {error}") from error
 
 
-def _storage(archive: Archive, identity: Any) -> _Storage | Foreign:
-    """Return the storage of `("storage", class, record, device, number of elements)`."""
-    if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
-        raise PickleError("a persistent id that is not a storage")
-    _, kind, key, _, count = identity
-    if not (isinstance(kind, Global) and isinstance(key, str) and _is_size(count)):
-        raise PickleError("a storage without class, record or size")
-    record = archive.records.get(f"data/{key}")
-    if record is None:
-        raise PickleError(f"storage {key:.100} has no record")
-    dtype = None
-    if kind.name != "UntypedStorage":
-        dtype = DTYPES.get(kind.name.removesuffix("Storage").lower())
-        if dtype is None or kind.module != "torch":  # complex or quantised: not weights
-            return Foreign(kind.path)
-    nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
-    if nbytes != record.nbytes:
-        raise PickleError(f"storage {key} needs {nbytes} bytes, its record has {record.nbytes}")
-    return _Storage(record, dtype)
+class _Tensors(Walker):
+    """The pickle of an archive, with a `Tensor` for each tensor."""
 
+    def __init__(self, archive: Archive) -> None:
+        super().__init__(archive.small[_PICKLE])
+        self._records = archive.records
 
-def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
-    """Return the object of a call, for the few functions that state dicts need."""
-    known = target.path
-    if known == "collections.OrderedDict" and not args:
-        return {}
-    if known == "torch.Size" and len(args) == 1:
-        return _sizes(args[0])
-    # Optional last arguments say that values are negated or conjugated: not plain weights.
-    if known == "torch._utils._rebuild_tensor_v2" and len(args) >= 4 and not any(args[6:]):
-        return _tensor(args, None)
-    if known == "torch._utils._rebuild_tensor_v3" and len(args) >= 7 and not any(args[7:]):
-        return _tensor(args, args[6])
-    if known == "torch._tensor._rebuild_from_type_v2" and len(args) == 4:
-        # A tensor with Python attributes: DeepSpeed adds some to its flat groups.
-        function, kind, inner, _ = args
-        if isinstance(function, Global) and isinstance(inner, tuple) and kind in _PLAIN:
-            return _reduce(function, inner) if function != target else Foreign(known, args)
-    if known.startswith("torch._utils._rebuild_parameter") and args:
-        return args[0]
-    return Foreign(known, args)
+    def persistent_load(self, identity: Any) -> _Storage | Foreign:
+        """Return the storage of `("storage", class, record, device, number of elements)`."""
+        if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
+            raise PickleError("a persistent id that is not a storage")
+        _, kind, key, _, count = identity
+        if not (isinstance(kind, Global) and isinstance(key, str) and _is_size(count)):
+            raise PickleError("a storage without class, record or size")
+        record = self._records.get(f"data/{key}")
+        if record is None:
+            raise PickleError(f"storage {key:.100} has no record")
+        dtype = None
+        if not kind.path.endswith(".UntypedStorage"):
+            dtype = DTYPES.get(kind.path.removeprefix("torch.").removesuffix("Storage").lower())
+            if dtype is None:  # complex or quantised: not weights
+                return Foreign(kind.path)
+        nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
+        if nbytes != record.nbytes:
+            raise PickleError(f"storage {key} needs {nbytes} bytes, it has {record.nbytes}")
+        return _Storage(record, dtype)
+
+    def reduce(self, target: Global, args: tuple[Any, ...]) -> Any:
+        """Return the object of a call, for the few functions that state dicts need."""
+        known = target.path
+        if known == "collections.OrderedDict" and not args:
+            return {}
+        if known == "torch.Size" and len(args) == 1:
+            return _sizes(args[0])
+        # Optional last arguments say that values are negated or conjugated: not plain weights.
+        if known == "torch._utils._rebuild_tensor_v2" and len(args) >= 4 and not any(args[6:]):
+            return _tensor(args, None)
+        if known == "torch._utils._rebuild_tensor_v3" and len(args) >= 7 and not any(args[7:]):
+            return _tensor(args, args[6])
+        if known == "torch._tensor._rebuild_from_type_v2" and len(args) == 4:
+            # A tensor with Python attributes: DeepSpeed adds some to its flat groups.
+            function, kind, inner, _ = args
+            is_call = isinstance(function, Global) and isinstance(inner, tuple)
+            if is_call and function != target and kind in _PLAIN:
+                return self.reduce(function, inner)
+        if known.startswith("torch._utils._rebuild_parameter") and args:
+            return args[0]
+        return Foreign(known, args)
 
 
 def _tensor(args: tuple[Any, ...], kind: Any) -> Tensor | Foreign:
     storage, start, shape, stride = args[0], args[1], _sizes(args[2]), _sizes(args[3])
     dtype = storage.dtype if isinstance(storage, _Storage) else None
     if isinstance(kind, Global):
-        dtype = DTYPES.get(kind.name) if kind.module == "torch" else None
+        dtype = DTYPES.get(kind.path.removeprefix("torch."))
     if not isinstance(storage, _Storage) or dtype is None:
         return Foreign("torch.Tensor")
     if not _is_size(start) or len(shape) != len(stride):
@@ -301,20 +261,13 @@ def _tensor(args: tuple[Any, ...], kind: Any) -> Tensor | Foreign:
     last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if numel and (last + 1) * item > storage.extent.nbytes:
         raise PickleError(f"a tensor of shape {list(shape)} reaches beyond its storage")
-    if numel and not _in_order(shape, stride):
-        return Tensor(shape, dtype)
-    at = storage.extent.start + start * item
-    return Tensor(shape, dtype, (Extent(storage.extent.path, at, numel * item),))
-
-
-def _in_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return True if the elements are stored one after the other in C order."""
     step = 1
     for size, own in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and own != step:
-            return False
+        if numel and size != 1 and own != step:  # not stored in C order
+            return Tensor(shape, dtype)
         step *= size
-    return True
+    at = storage.extent.start + start * item
+    return Tensor(shape, dtype, (Extent(storage.extent.path, at, numel * item),))
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Follow a pickle with the standard library's own Python unpickler, in which every name is inert.
 
 Pickle is a program for a stack machine (PEP 307, PEP 3154). What names a class pushes a `Global`,
-which is only the name; what would call it asks `reduce`, a function of ours, for the object that
-(name, arguments) stands for. So the worst that a hostile file can cause is an error: nothing is
+which is only the name; what would call it asks a method of ours for the object that (name,
+arguments) stands for. So the worst that a hostile file can cause is an error: nothing is
 looked up or called, no size in the file is trusted before its bytes were read, and each
 instruction takes constant time. Where C's and Python's unpicklers differ, it follows the one that
 goes on.
@@ -13,9 +13,7 @@ from __future__ import annotations
 import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from io import BytesIO
 from typing import Any
 
@@ -23,17 +21,14 @@ MAX_STEPS = 20_000_000
 """Maximum number of instructions; the states of a model of 100,000 tensors have 10 million."""
 _MAX_NAME = 4096
 _MAX_KEY_BITS = 60
+_BYTES = frozenset(pickle.SHORT_BINBYTES + pickle.BINBYTES + pickle.BINBYTES8 + pickle.BYTEARRAY8)
 
 
 class PickleError(ValueError):
-    """The pickle cannot be followed to its end."""
+    """The pickle is damaged: Python's own unpickler stops at this instruction, too."""
 
 
-class DamagedError(PickleError):
-    """Python's own unpickler stops at this instruction, too: nothing after it can run."""
-
-
-class TruncatedError(DamagedError):
+class TruncatedError(PickleError):
     """The data ends within the pickle, before offset `end`."""
 
     def __init__(self, message: str, end: int) -> None:
@@ -47,15 +42,9 @@ class UnresolvedError(PickleError):
 
 @dataclass(frozen=True)
 class Global:
-    """Name of a class or function; the object itself is never looked up."""
+    """Dotted name of a class or function; the object itself is never looked up."""
 
-    module: str
-    name: str
-
-    @cached_property  # a pickle may call one name millions of times
-    def path(self) -> str:
-        """Module and name, joined by a dot."""
-        return f"{self.module}.{self.name}"
+    path: str
 
 
 @dataclass(eq=False, slots=True)
@@ -67,68 +56,23 @@ class Foreign:
     state: Any = None
 
 
-Reduce = Callable[[Global, tuple[Any, ...]], Any]
-
-
-def run(data: bytes, *, persistent: Callable[[Any], Any], reduce: Reduce) -> Any:
-    """Return the value that a pickle builds; arguments as of `Walker`. Raises PickleError."""
-    walker = Walker(data, persistent=persistent, reduce=reduce)
-    walker.walk(MAX_STEPS)
-    if len(walker.stack) != 1 or walker.metastack or walker.at != len(data):
-        raise PickleError(f"ends at byte {walker.at} of {len(data)} with a full stack")
-    return walker.stack[0]
-
-
-def _name(module: Any, name: Any) -> Global:
-    """Return the name of a class, with Python 2's modules under their new names."""
-    if isinstance(module, Foreign) or isinstance(name, Foreign):
-        raise UnresolvedError("a name that is built while the file is loaded")
-    if not (isinstance(module, str) and isinstance(name, str)):
-        raise DamagedError("a class without a name")
-    if max(len(module), len(name)) > _MAX_NAME:
-        if not f"{module}.{name}".replace(".", "_").isidentifier():
-            raise DamagedError("a long text where a class's name should be")
-        raise UnresolvedError(f"a class's name of {max(len(module), len(name))} characters")
-    module, name = NAME_MAPPING.get((module, name), (module, name))
-    return Global(IMPORT_MAPPING.get(module, module), name)
-
-
-def _key(key: Any) -> Any:
-    """Return a key, or a placeholder equal to no other if hashing or comparing it could take long.
-
-    Python hashes text with a secret seed, but integers without one: a pickle could contain millions
-    of integers above 60 bits with the same hash, and a dictionary of them would take hours.
-    """
-    plain = key is None or isinstance(key, str | bytes | int | float | Foreign)
-    is_large = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
-    return key if plain and not is_large else Foreign("key")
-
-
 _Unpickler: Any = pickle._Unpickler  # has no annotations of what a subclass needs
 
 
 class Walker(_Unpickler):
     """The instructions of the pickle at an offset of `data`, without those that could run code.
 
-    `persistent` returns the object for a persistent id, `reduce` that for a call of a `Global` with
-    arguments, which it must not call. `names`, `calls` (also of `__setstate__`), `steps` and byte
-    strings (`blobs`) are those so far, `at` is the offset of the next byte.
+    A subclass says what persistent ids and calls stand for. `names`, `calls` (also of
+    `__setstate__`), `steps` and byte strings (`blobs`) are those so far, `at` is the offset of the
+    next byte.
     """
 
-    def __init__(
-        self,
-        data: bytes,
-        at: int = 0,
-        *,
-        persistent: Callable[[Any], Any] = lambda _: Foreign("a persistent id"),
-        reduce: Reduce = lambda target, args: Foreign(target.path, args),
-    ) -> None:
+    def __init__(self, data: bytes, at: int = 0) -> None:
         super().__init__(BytesIO())
         self.data, self.at = data, at
-        self.names: set[Global] = set()
+        self.names: set[str] = set()
         self.blobs: list[bytes] = []
         self.calls = self.steps = self.proto = self._frame_end = 0
-        self.persistent_load, self._reduce = persistent, reduce
         self.stack: list[Any] = []
         self.metastack: list[list[Any]] = []
         self.append = self.stack.append
@@ -142,13 +86,31 @@ class Walker(_Unpickler):
                 if code == pickle.STOP[0]:
                     return
                 self.dispatch[code](self)
+                if code in _BYTES:
+                    self.blobs.append(self.stack[-1])
         except PickleError:
             raise
         except (LookupError, TypeError, ValueError, struct.error, pickle.UnpicklingError) as error:
-            raise DamagedError(f"damaged at byte {self.at}: {error}") from error
+            raise PickleError(f"damaged at byte {self.at}: {error}") from error
         raise UnresolvedError(f"more than {most} instructions")
 
-    # Bytes
+    def value(self) -> Any:
+        """Return the object that the data, one pickle, builds. Raises PickleError."""
+        self.walk(MAX_STEPS)
+        if len(self.stack) != 1 or self.metastack or self.at != len(self.data):
+            raise PickleError(f"ends at byte {self.at} of {len(self.data)} with a full stack")
+        return self.stack[0]
+
+    def persistent_load(self, _: Any) -> Any:
+        return Foreign("a persistent id")
+
+    def reduce(self, target: Global, args: tuple[Any, ...]) -> Any:
+        """Return the object that a call stands for, without calling anything."""
+        if target.path == "_codecs.encode" and args and isinstance(args[0], str):
+            self.blobs.append(args[0].encode("latin-1", "ignore"))  # protocol 2 writes bytes so
+        return Foreign(target.path, args)
+
+    # Bytes and numbers
 
     def read(self, count: int) -> bytes:
         start, end = self.at, self.at + count
@@ -173,21 +135,7 @@ class Walker(_Unpickler):
             raise TruncatedError(f"a frame cut short at byte {self.at}", self.at + size)
         self._frame_end = self.at + size
 
-    def _blob(self, form: str) -> None:
-        (size,) = struct.unpack(form, self.read(struct.calcsize(form)))
-        self.blobs.append(self.read(size))
-        self.append(self.blobs[-1])
-
-    def load_short_binbytes(self) -> None:
-        self._blob("<B")
-
-    def load_binbytes(self) -> None:
-        self._blob("<I")
-
-    def load_binbytes8(self) -> None:
-        self._blob("<Q")
-
-    load_bytearray8 = load_binbytes8
+    load_bytearray8 = _Unpickler.load_binbytes8  # its own allocates before it reads
 
     def _decode_string(self, value: bytes) -> Any:
         """Return a string of Python 2."""
@@ -197,35 +145,37 @@ class Walker(_Unpickler):
         except UnicodeDecodeError:  # depends on the reader's `encoding`
             return Foreign("builtins.str")
 
-    # Numbers in text: C's unpickler ends them at a zero byte, and reads forms that `int` does not.
-
-    def _number(self, read: Callable[[bytes], Any]) -> None:
-        try:
-            self.append(read(self.readline()[:-1].split(b"\0")[0]))
-        except ValueError:
-            self.append(Foreign("a number"))
-
     def load_int(self) -> None:
-        booleans = {b"00": False, b"01": True}
-        self._number(lambda text: booleans[text] if text in booleans else int(text.decode(), 0))
+        """Skip a number in text, of which C's unpickler reads forms that `int` does not."""
+        self.readline()
+        self.append(Foreign("a number"))
 
-    def load_long(self) -> None:
-        self._number(lambda text: int(text.rstrip(b"L").decode(), 0))
+    load_long = load_float = load_int
 
-    def load_float(self) -> None:
-        self._number(float)
+    def _line_number(self) -> int:
+        return int(self.readline().split(b"\0")[0])  # C's unpickler ends at a zero byte
 
     def load_get(self) -> None:
-        self.append(self.memo[int(self.readline().split(b"\0")[0])])
+        self.append(self.memo[self._line_number()])
 
     def load_put(self) -> None:
-        self.memo[int(self.readline().split(b"\0")[0])] = self.stack[-1]
+        self.memo[self._line_number()] = self.stack[-1]
 
     # Names and calls
 
     def find_class(self, module: Any, name: Any) -> Global:
-        target = _name(module, name)
-        self.names.add(target)
+        """Return the name of a class, with Python 2's modules under their new names."""
+        if isinstance(module, Foreign) or isinstance(name, Foreign):
+            raise UnresolvedError("a name that is built while the file is loaded")
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise PickleError("a class without a name")
+        if max(len(module), len(name)) > _MAX_NAME:
+            if not f"{module}.{name}".replace(".", "_").isidentifier():
+                raise PickleError("a long text where a class's name should be")
+            raise UnresolvedError(f"a class's name of {max(len(module), len(name))} characters")
+        module, name = NAME_MAPPING.get((module, name), (module, name))
+        target = Global(f"{IMPORT_MAPPING.get(module, module)}.{name}")
+        self.names.add(target.path)
         return target
 
     def load_stack_global(self) -> None:
@@ -235,28 +185,25 @@ class Walker(_Unpickler):
     def get_extension(self, code: int) -> None:
         self.append(self.find_class("copyreg", f"extension {code}"))
 
-    def _call(self, target: Any, args: Any) -> None:
+    def _instantiate(self, target: Any, args: Any) -> None:
         """Push what stands for the result of a call."""
         if not isinstance(target, Global | Foreign):
-            raise DamagedError(f"calls a {type(target).__name__} at byte {self.at}")
+            raise PickleError(f"calls a {type(target).__name__} at byte {self.at}")
         self.calls += 1
-        if isinstance(target, Global) and isinstance(args, tuple):
-            self.append(self._reduce(target, args))
+        if isinstance(target, Global) and isinstance(args, tuple | list):
+            self.append(self.reduce(target, tuple(args)))
         else:
             self.append(Foreign("a call of a call, or with other arguments"))
 
     def load_reduce(self) -> None:
         args, target = self.stack.pop(), self.stack.pop()
-        self._call(target, args)
+        self._instantiate(target, args)
 
     load_newobj = load_reduce
 
     def load_newobj_ex(self) -> None:
         self.stack.pop()  # named arguments
         self.load_reduce()
-
-    def _instantiate(self, klass: Any, args: list[Any]) -> None:  # of INST and OBJ
-        self._call(klass, tuple(args))
 
     def load_build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
@@ -280,10 +227,10 @@ class Walker(_Unpickler):
         self._fill(items)
 
     def load_append(self) -> None:
-        self._extend([self.stack.pop()])
+        self._fill([self.stack.pop()], list)
 
     def load_appends(self) -> None:
-        self._extend(self.pop_mark())
+        self._fill(self.pop_mark(), list)
 
     load_additems = load_appends
 
@@ -294,27 +241,25 @@ class Walker(_Unpickler):
     def load_setitems(self) -> None:
         self._fill(self.pop_mark())
 
-    def _extend(self, items: list[Any]) -> None:
+    def _fill(self, items: list[Any], kind: type = dict) -> None:
+        """Add items, or keys and values, to the top of the stack; a foreign object stays as it is.
+
+        Python hashes text with a secret seed, but integers without one: a pickle could contain
+        millions of integers above 60 bits with the same hash, and a dictionary of them would take
+        hours. Such a key becomes a placeholder that equals no other.
+        """
         target = self.stack[-1]
-        if isinstance(target, list):
+        if isinstance(target, list) and kind is list:
             target.extend(items)
-        else:
-            self._leave_out(target)
-
-    def _fill(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, dict):
-            pairs = zip(items[::2], items[1::2], strict=True)
-            target.update((_key(key), value) for key, value in pairs)
-        else:
-            self._leave_out(target)
-
-    def _leave_out(self, target: Any) -> None:
-        """Leave out what goes into a foreign container."""
-        if isinstance(target, Global | list):
+        elif isinstance(target, dict) and kind is dict:
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                plain = key is None or isinstance(key, str | bytes | int | float | Foreign)
+                is_large = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
+                target[key if plain and not is_large else Foreign("key")] = value
+        elif isinstance(target, Global | list):
             raise UnresolvedError(f"calls a method of a class or a list at byte {self.at}")
-        if not isinstance(target, Foreign):
-            raise DamagedError(f"fills a {type(target).__name__} at byte {self.at}")
+        elif not isinstance(target, Foreign):
+            raise PickleError(f"fills a {type(target).__name__} at byte {self.at}")
 
 
 Walker.dispatch = {

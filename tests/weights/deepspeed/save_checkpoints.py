@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ CASES = (
     Case("lora-2", 2, lora=True, tied=False),
     Case("lora-3", 3, lora=True),
 )
-UNIVERSAL = ("round-robin", "full-3", "lora-3")
 
 
 def make_model(case: Case) -> nn.Module:
@@ -118,28 +116,6 @@ def expect(folder: Path, *, exclude: bool) -> None:
     )
 
 
-def to_universal(folder: Path) -> None:
-    """Convert the checkpoint to a universal one with DeepSpeed's own converter."""
-    from deepspeed.checkpoint.ds_to_universal import main
-
-    (step,) = (path for path in folder.iterdir() if path.name.startswith("global_step"))
-    out = folder.with_name(f"{folder.name}-universal")
-    main(
-        SimpleNamespace(
-            input_folder=str(step),
-            output_folder=str(out / f"{step.name}_universal"),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-    )
-    for name in ("expected.safetensors", "config.json", "adapter_config.json"):
-        if (folder / name).is_file():
-            (out / name).write_bytes((folder / name).read_bytes())
-
-
 def main() -> None:
     """Make every case in the folder that the command line names."""
     root = Path(sys.argv[1])
@@ -156,8 +132,6 @@ def main() -> None:
                 described = model.peft_config["default"] if case.lora else model.config
                 described.save_pretrained(str(folder))
                 expect(folder, exclude=exclude)
-        if ranks.first and case.name in UNIVERSAL:
-            to_universal(root / case.name)
         engine.destroy()
         ranks.barrier()
     ranks.leave()

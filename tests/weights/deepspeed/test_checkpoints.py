@@ -20,8 +20,8 @@ from tests.audit.making import codes, errors
 from tests.weights.deepspeed.conftest import save_checkpoints
 
 SAME_AS_DEEPSPEED = (
-    "full-2", "round-robin", "full-3", "full-3-universal",
-    "lora-1-trained", "lora-2", "lora-2-trained", "lora-3", "lora-3-trained", "lora-3-universal",
+    "full-2", "round-robin", "full-3",
+    "lora-1-trained", "lora-2", "lora-2-trained", "lora-3", "lora-3-trained",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def assert_same_as_deepspeed(folder: Path) -> None:
 def test_every_tensor_equals_deepspeeds_bit_for_bit(saved: Path, case: str) -> None:
     assert_same_as_deepspeed(saved / case)
     checkpoint = read_zero(saved / case)
-    if "universal" not in case and case[-1].isdigit():
+    if case[-1].isdigit():
         assert (checkpoint.stage, checkpoint.step, checkpoint.world_size) == (int(case[-1]), 2, 2)
 
 
@@ -89,14 +89,6 @@ def test_frozen_weights_of_zero1_are_kept(saved: Path) -> None:
     assert set(tensors) == set(live)
     assert all(torch.equal(tensors[name], live[name]) for name in frozen)
     assert all(torch.equal(tensors[name].float(), expected[name].float()) for name in expected)
-
-
-def test_a_universal_checkpoint_that_deepspeed_mixed_up_is_refused(saved: Path) -> None:
-    # DeepSpeed 0.19.8 records wrong offsets of parameters under round_robin_gradients and uses
-    # them for the conversion without an error. The plain checkpoint of the same run is right.
-    with pytest.raises(ArtifactError) as raised:
-        read_zero(saved / "round-robin-universal")
-    assert len(raised.value.details) > 10
 
 
 Copied = Callable[[str], Path]
@@ -175,13 +167,6 @@ def _two_steps_and_none_named(folder: Path) -> None:
     (folder / "latest").unlink()
 
 
-def _spoil_universal(folder: Path) -> None:
-    (zero,) = folder.glob("*/zero")
-    shutil.rmtree(zero / "model.norm.weight")
-    torch.save(torch.zeros(5), zero / "model.embed_tokens.weight" / "fp32.pt")
-    shutil.copytree(zero / "model.layers.0.input_layernorm.weight", zero / "stranger")
-
-
 def _without(key: str) -> Callable[[State], object]:
     return lambda state: state[key].pop(NORM)
 
@@ -210,11 +195,7 @@ DAMAGES: dict[str, tuple[str, Damage, list[str]]] = {
     "short part of ZeRO-2": ("full-2", rewrite(OPTIM_0, _shorten(FLAT_2)), ["group 0: "]),
     "parts swapped": ("full-2", _swap, []),
     "frozen part missing": ("lora-3", rewrite(MODEL_1, _without("frozen_param_fragments")), [NORM]),
-    "universal": (
-        "full-3-universal",
-        _spoil_universal,
-        ["zero/stranger", "zero/model.norm.weight/fp32.pt", "[5]"],
-    ),
+    "universal": ("full-3", lambda folder: (folder / "global_step2/zero").mkdir(), ["universal"]),
     "files cut short": ("full-3", cut("*_optim_states.pt"), ["_0_", "_1_"]),
     "dangling latest": ("full-2", latest("global_step9"), ["global_step9"]),
     "no latest": ("full-2", _two_steps_and_none_named, ["global_step2", "global_step4"]),

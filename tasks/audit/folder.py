@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json, read_text
 from tasks.weights.files.folder import entry_problem
-from tasks.weights.files.reader import Weights, index_of, read_header
+from tasks.weights.files.reader import Weights, index_of, is_index, read_header
 from tasks.weights.files.tensors import Tensor, Tensors
 from tasks.weights.pickled.torch_file import nested_in, read_torch_file
 
@@ -148,7 +148,7 @@ def _index(folder: Folder, name: str) -> Mapping[str, str] | None:
     table = folder.json(name).get("weight_map")
     if name not in folder.files or name in folder.wrong:
         return None
-    if isinstance(table, dict) and table and all(isinstance(file, str) for file in table.values()):
+    if is_index(table):
         return table
     folder.wrong[name] = "its weight_map is not a table of file names"
     return None

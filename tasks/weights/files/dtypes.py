@@ -56,8 +56,7 @@ NUMPY = tuple(_WORDS)
 """dtypes (safetensors names) that `cast` supports; torch casts all others."""
 _CHUNK = 1 << 16
 """Elements at a time: temporaries of this size stay in the CPU cache."""
-_NAN = 0x7FC0
-"""The quiet NaN without payload, in bf16."""
+_NAN = 0x7FC0  # the quiet NaN without payload, in bf16
 
 
 def torch_dtype(name: str) -> Any:
@@ -156,31 +155,21 @@ def ulp(values: NDArray[Any], dtype: str) -> NDArray[np.float64]:
 
 
 def _cast_chunk(words: NDArray[Any], source: str, result: NDArray[Any], target: str) -> None:
+    kernels, wide = library(), words
     if source == "BF16" and target != "BF16":
         wide = result if target == "F32" else np.empty(words.size, np.float32)
-        _widen_bf16(words, wide)
-        if target != "F32":
-            result[...] = wide
-    elif target == "BF16" and source != "BF16":
-        _round_bf16(words.astype(np.float32, copy=False), result)
-    else:
-        result[...] = words
-
-
-def _widen_bf16(words: NDArray[np.uint16], result: NDArray[np.float32]) -> None:
-    kernels = library()
-    if kernels is not None:
-        kernels.widen_bf16(words, result)
-    else:
-        np.left_shift(words, 16, out=result.view(np.uint32), dtype=np.uint32)
-
-
-def _round_bf16(wide: NDArray[np.float32], result: NDArray[np.uint16]) -> None:
-    kernels = library()
+        if kernels is not None:
+            kernels.widen_bf16(words, wide)
+        else:
+            np.left_shift(words, 16, out=wide.view(np.uint32), dtype=np.uint32)
+    if target != "BF16" or source == "BF16":
+        result[...] = wide
+        return
+    wide = words.astype(np.float32, copy=False)
     if kernels is not None:
         kernels.round_bf16(wide, result)
-        return
-    bits = wide.view(np.uint32)
-    raised = bits + 0x7FFF + (bits >> 16 & 1)  # to nearest, ties to even
-    result[...] = raised >> 16
-    result[np.isnan(wide)] = _NAN
+    else:
+        bits = wide.view(np.uint32)
+        raised = bits + 0x7FFF + (bits >> 16 & 1)  # to nearest, ties to even
+        result[...] = raised >> 16
+        result[np.isnan(wide)] = _NAN

@@ -19,6 +19,7 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
@@ -159,33 +160,51 @@ def read_files(
     return {key: tensors[name] for key, name in without_wrappers(tensors).items()}
 
 
+def survey(
+    root: Path, single: str, read: Callable[[Path], Tensors], beside: Collection[str] = ()
+) -> tuple[Tensors, list[str]]:
+    """Return the tensors of a checkpoint's files, and a line for everything that is wrong."""
+    findings: list[str] = []
+    index, weights = root / index_of(single), Weights(single)
+    if index.is_file():
+        try:
+            table = read_json(index).get("weight_map")
+            weights.index = table if is_index(table) else {}
+            reason = "" if weights.index else "weight_map is no table of file names"
+        except ArtifactError as error:
+            weights.index, reason = {}, error.message
+        findings += [f"{index.name}: not a readable index: {reason}"] if reason else []
+    names = [single] if weights.index is None else sorted(set(weights.index.values()))
+    weights.open(root, names, read, lambda name: (root / name).is_file())
+    findings += weights.findings()
+    known = {*names, *beside}
+    strays = [path.name for path in weight_files(root, *OTHER_WEIGHTS) if path.name not in known]
+    return weights.tensors, findings + [f"{name}: stray weight file" for name in strays]
+
+
+def is_index(table: object) -> TypeGuard[dict[str, str]]:
+    """Return True if an index's `weight_map` is a table of file names."""
+    return (
+        isinstance(table, dict)
+        and bool(table)
+        and all(isinstance(file, str) for file in table.values())
+    )
+
+
 @dataclass
 class Weights:
-    """The weight files of a checkpoint, as far as they can be read.
+    """The weight files of a checkpoint, as far as they can be read."""
 
-    Attributes:
-        single: its name as a single file: "model.safetensors", "adapter_model.bin".
-        files: names of its files.
-        index: file by tensor name, from its index; None without a usable index.
-        tensors: tensors by name; the first one of a duplicate name.
-        file_of: file by tensor name.
-        twice: (file, other file) by duplicate name.
-        absent: files that the index names and that do not exist.
-        strange: names in the index that are not plain file names.
-        unread: reason by name for each unreadable file.
-        others: names of entries of `.bin` files that are not tensors.
-    """
-
-    single: str
+    single: str  # its name as a single file: "model.safetensors", "adapter_model.bin"
     files: tuple[str, ...] = ()
-    index: Mapping[str, str] | None = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    index: Mapping[str, str] | None = None  # file by tensor name; None without a usable index
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the first of a duplicate name
     file_of: dict[str, str] = field(default_factory=dict)
-    twice: dict[str, tuple[str, str]] = field(default_factory=dict)
-    absent: tuple[str, ...] = ()
-    strange: tuple[str, ...] = ()
-    unread: dict[str, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
+    twice: dict[str, tuple[str, str]] = field(default_factory=dict)  # files by duplicate name
+    absent: tuple[str, ...] = ()  # files that the index names and that do not exist
+    strange: tuple[str, ...] = ()  # names in the index that are not plain file names
+    unread: dict[str, str] = field(default_factory=dict)  # reason by unreadable file
+    others: list[str] = field(default_factory=list)  # entries of `.bin` files, not tensors
 
     @property
     def is_pickled(self) -> bool:
@@ -210,7 +229,7 @@ class Weights:
         exists: Callable[[str], bool],
     ) -> None:
         """Read files of a folder by name; what cannot be read is entered."""
-        plain = [name for name in names if is_plain_name(name)]
+        plain = [name for name in names if _is_plain(name)]
         self.strange = tuple(name for name in names if name not in plain)
         self.absent = tuple(name for name in plain if not exists(name))
         self.files = tuple(name for name in plain if name not in self.absent)
@@ -247,40 +266,7 @@ class Weights:
                 yield f"{key}: in {file}, but not in the index"
 
 
-def survey(
-    root: Path, single: str, read: Callable[[Path], Tensors], beside: Collection[str] = ()
-) -> tuple[Tensors, list[str]]:
-    """Return the tensors of a checkpoint's files, and a line for everything that is wrong."""
-    findings: list[str] = []
-    weights = Weights(single, index=_read_index(root / index_of(single), findings))
-    names = [single] if weights.index is None else sorted(set(weights.index.values()))
-    weights.open(root, names, read, lambda name: (root / name).is_file())
-    findings += weights.findings()
-    known = {*names, *beside}
-    strays = [path.name for path in weight_files(root, *OTHER_WEIGHTS) if path.name not in known]
-    return weights.tensors, findings + [f"{name}: stray weight file" for name in strays]
-
-
-def _read_index(path: Path, findings: list[str]) -> dict[str, str] | None:
-    """Return the file name by tensor name; None if there is no index."""
-    if not path.is_file():
-        return None
-    try:
-        table = read_json(path).get("weight_map")
-    except ArtifactError as error:
-        findings.append(f"{path.name}: not a readable index: {error.message}")
-        return {}
-    if (
-        not isinstance(table, dict)
-        or not table
-        or not all(isinstance(f, str) for f in table.values())
-    ):
-        findings.append(f"{path.name}: not a readable index: weight_map is no table of file names")
-        return {}
-    return table
-
-
-def is_plain_name(name: str) -> bool:
+def _is_plain(name: str) -> bool:
     """Return True if `name` can be a file directly in a folder: a valid name without a path."""
     try:
         size = len(name.encode())

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import errno
 import os
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -104,19 +102,13 @@ def part(extents: Sequence[Extent], start: int, nbytes: int) -> list[Extent]:
 class Reader:
     """Concatenated extents as one stream that is read by offset; a context manager.
 
-    Raises:
-        ArtifactError: a file cannot be opened, or is shorter than its header says.
+    Raises ArtifactError if a file cannot be opened, or is shorter than its header says.
     """
 
     def __init__(self, extents: Sequence[Extent]) -> None:
-        self._extents = list(extents)
-        self._starts = [0, *accumulate(extent.nbytes for extent in self._extents)]
+        self._extents = extents
         self._handles: dict[Path, int] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Length of the stream."""
-        return self._starts[-1]
+        self.nbytes = sum(extent.nbytes for extent in extents)
 
     def __enter__(self) -> Self:
         return self
@@ -131,10 +123,15 @@ class Reader:
         view = memoryview(target)
         if at + len(view) > self.nbytes:
             raise ArtifactError(f"cannot read {len(view)} bytes at {at}: only {self.nbytes} exist")
-        for extent, offset, low, high in self._pieces(at, len(view)):
-            piece = view[low:high]
+        for extent in part(self._extents, at, len(view)):
+            piece, view, offset = view[: extent.nbytes], view[extent.nbytes :], extent.start
             while piece:
-                done = self._pread(extent.path, piece, offset)
+                try:
+                    done = os.preadv(self._handle(extent.path), [piece[:_STEP]], offset)
+                except OSError as error:
+                    raise _unreadable(extent.path, error) from error
+                if not done:
+                    raise _short(extent.path)
                 piece, offset = piece[done:], offset + done
 
     def read(self, at: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
@@ -148,47 +145,26 @@ class Reader:
 
         Returns False if kernel or file system cannot do it; part of the target may be written then.
         """
-        for extent, offset, low, high in self._pieces(0, self.nbytes):
-            left, goal = high - low, to + low
+        for extent in self._extents:
+            handle, left, offset = self._handle(extent.path), extent.nbytes, extent.start
             while left:
                 try:
-                    handle = self._handle(extent.path)
-                    done = os.copy_file_range(handle, target, min(left, _STEP), offset, goal)
+                    done = os.copy_file_range(handle, target, min(left, _STEP), offset, to)
                 except OSError as error:
                     if error.errno in _NO_OFFLOAD:
                         return False
                     raise write_refused(extent.path, error) from error
                 if not done:
                     raise _short(extent.path)
-                left, offset, goal = left - done, offset + done, goal + done
+                left, offset, to = left - done, offset + done, to + done
         return True
-
-    def _pieces(self, at: int, length: int) -> Iterator[tuple[Extent, int, int, int]]:
-        """Yield (extent, offset in its file, begin and end in the range) for each part touched."""
-        end = at + length
-        for index in range(max(0, bisect_right(self._starts, at) - 1), len(self._extents)):
-            extent, first = self._extents[index], self._starts[index]
-            low, high = max(at, first), min(end, first + extent.nbytes)
-            if first >= end:
-                return
-            if low < high:
-                yield extent, extent.start + low - first, low - at, high - at
-
-    def _pread(self, path: Path, piece: memoryview, offset: int) -> int:
-        try:
-            done = os.preadv(self._handle(path), [piece[:_STEP]], offset)
-        except OSError as error:
-            raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-        if not done:
-            raise _short(path)
-        return done
 
     def _handle(self, path: Path) -> int:
         if path not in self._handles:
             try:
                 self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+                raise _unreadable(path, error) from error
         return self._handles[path]
 
 
@@ -206,6 +182,10 @@ def write_at(handle: int, view: memoryview, at: int, path: Path) -> None:
             at, view = at + done, view[done:]
     except OSError as error:
         raise write_refused(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(f"{path}: cannot be read: {error.strerror}")
 
 
 def _short(path: Path) -> ArtifactError:

@@ -50,16 +50,14 @@ class Library:
     """Compiled kernels. Calls release the interpreter's lock."""
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
-        self._library = kernels
         size, address = ctypes.c_size_t, ctypes.c_void_p
-        self._declare("round_bf16", None, address, address, size)
-        self._declare("widen_bf16", None, address, address, size)
+        self._round, self._widen, self._fold = (
+            kernels.round_bf16, kernels.widen_bf16, kernels.fold_bf16
+        )  # fmt: skip
+        for cast in (self._round, self._widen):
+            cast.restype, cast.argtypes = None, [address, address, size]
         folded = [address] * 5 + [ctypes.c_int] + [size] * 3 + [ctypes.c_float, address]
-        self._declare("fold_bf16", ctypes.c_int, *folded)
-
-    def _declare(self, name: str, result: Any, *arguments: Any) -> None:
-        function = getattr(self._library, name)
-        function.restype, function.argtypes = result, arguments
+        self._fold.restype, self._fold.argtypes = ctypes.c_int, folded
 
     def fold(
         self,
@@ -84,24 +82,24 @@ class Library:
         sizes = (base.shape[0], base.shape[1], b.shape[1])
         matrices = (_at(base), _at(out), _at(b), _at(a), None if keys is None else _at(keys))
         kinds = (int(a.dtype.itemsize == 2), *sizes, scale, ctypes.addressof(folded))
-        if not self._library.fold_bf16(*matrices, *kinds):
+        if not self._fold(*matrices, *kinds):
             raise ValueError(f"the kernel does not support rank {b.shape[1]} on this CPU")
         return folded
 
     def round_bf16(self, wide: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
         """Round fp32 to the 16 bits of bf16: to nearest, ties to even; NaN becomes 0x7FC0."""
-        self._library.round_bf16(_at(wide), _at(out), wide.size)
+        self._round(_at(wide), _at(out), wide.size)
 
     def widen_bf16(self, narrow: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
         """Convert the 16 bits of bf16 to fp32, exactly."""
-        self._library.widen_bf16(_at(narrow), _at(out), narrow.size)
+        self._widen(_at(narrow), _at(out), narrow.size)
 
     @property
     def folds(self) -> bool:
         """True if `fold` supports this CPU."""
         nothing: NDArray[np.uint64] = np.zeros(64, np.uint64)
         where = [_at(nothing)] * 5
-        return bool(self._library.fold_bf16(*where, 0, 0, 0, 0, 0.0, _at(nothing)))
+        return bool(self._fold(*where, 0, 0, 0, 0, 0.0, _at(nothing)))
 
 
 def _at(array: NDArray[Any]) -> int:
@@ -111,54 +109,34 @@ def _at(array: NDArray[Any]) -> int:
 @cache
 def library() -> Library | None:
     """Return the kernels; None if they cannot be compiled, which is logged."""
-    kernels = compiled(Path(__file__).with_name("fold.c"))
-    return None if kernels is None else Library(kernels)
-
-
-def compiled(source: Path) -> ctypes.CDLL | None:
-    """Return a C file as a loaded library, or None (and log it) if it cannot be compiled."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         LOG.info("no C compiler: %s", _SLOWER)
         return None
     try:
-        return ctypes.CDLL(str(_shared_object([compiler, *FLAGS, "-fPIC", "-shared"], source)))
+        return Library(ctypes.CDLL(str(_compiled([compiler, *FLAGS, "-fPIC", "-shared"]))))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         LOG.warning("kernels cannot be compiled (%s): %s", _SLOWER, reason)
         return None
 
 
-def _shared_object(compiler: list[str], source: Path) -> Path:
-    about = (*compiler, platform.machine(), *sorted(cpu_flags()))
-    digest = hashlib.sha256(repr(about).encode() + source.read_bytes())
-    path = _folder() / f"{digest.hexdigest()[:24]}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        fresh = Path(folder) / path.name
-        command = [*compiler, "-o", str(fresh), str(source)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-        fresh.rename(path)  # atomic: two processes may compile at the same time
+def _compiled(command: list[str]) -> Path:
+    """Return the shared library of `fold.c` for this CPU, from the cache or compiled."""
+    source, lines = Path(__file__).with_name("fold.c"), Path("/proc/cpuinfo").read_text()
+    cpu = next((x for x in lines.splitlines() if x.startswith(("flags", "Features"))), "")
+    about = repr((command, platform.machine(), cpu)).encode()
+    folder = PROJECT / ".cache" / "native"
+    if not (PROJECT / "pyproject.toml").exists() or not os.access(PROJECT, os.W_OK):
+        user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(user) / "plumbline" / "native"  # the package is installed alone
+    digest = hashlib.sha256(about + source.read_bytes()).hexdigest()
+    path = folder / f"{digest[:24]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            fresh = Path(work) / path.name
+            command = [*command, "-o", str(fresh), str(source)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+            fresh.rename(path)  # atomic: two processes may compile at the same time
     return path
-
-
-def _folder() -> Path:
-    """Return the project's cache folder, or the user's if the package is installed alone."""
-    if (PROJECT / "pyproject.toml").exists() and os.access(PROJECT, os.W_OK):
-        return PROJECT / ".cache" / "native"
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user) / "plumbline" / "native"
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    """Return the CPU's feature flags as Linux names them; empty if it does not list them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    words = (line.partition(":") for line in lines)
-    named = [value for key, _, value in words if key.strip() in ("flags", "Features")]
-    return frozenset(named[0].split()) if named else frozenset()

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import ArtifactError
-
 QUANTIZATION = "quantization_config"
 _BITSANDBYTES = "bitsandbytes"
 _MAX_CARD = 1 << 16
@@ -25,22 +23,20 @@ _CARD_BASE = re.compile(r"^base_model:[ \t]*(?:\n[ \t]*-)?[ \t]*[\"']?([\w./-]+)
 def is_packed(config: Mapping[str, Any]) -> bool:
     """Return True if config.json declares bitsandbytes' 4-bit weights."""
     fields = _fields(config)
-    return _method(fields) == _BITSANDBYTES and _loads(fields, 4) and not _loads(fields, 8)
+    is_4_bit = bool(fields.get("load_in_4bit")) and not fields.get("load_in_8bit")
+    return is_4_bit and fields.get("quant_method") == _BITSANDBYTES
 
 
 def is_fp8(config: Mapping[str, Any]) -> bool:
-    """Return True if config.json declares 8-bit floats with scales (`quantized/fp8.py`)."""
+    """Return True if config.json declares 8-bit floats with scales."""
     fields = _fields(config)
-    method = _method(fields)
+    method = fields.get("quant_method")
     if method == "compressed-tensors":
-        weights = _group_weights(fields)
         known = fields.get("format") in _FP8_FORMATS and fields.get("sparsity_config") in (None, {})
-        kinds = {(each.get("type"), each.get("num_bits"), each.get("symmetric", True))
-                 for each in weights}  # fmt: skip
-        return known and kinds == {("float", 8, True)}
-    return method in ("fp8", "fbgemm_fp8") or (
-        method == "modelopt" and fields.get("quant_algo") == "FP8"
-    )
+        names = ("type", "num_bits", "symmetric")
+        kinds = {tuple(each.get(name) for name in names) for each in _group_weights(fields)}
+        return known and bool(kinds) and kinds <= {("float", 8, True), ("float", 8, None)}
+    return method == "fp8" or (method == "modelopt" and fields.get("quant_algo") == "FP8")
 
 
 def is_decodable(config: Mapping[str, Any]) -> bool:
@@ -53,13 +49,8 @@ def fp8_blocks(config: Mapping[str, Any]) -> list[tuple[int, int]]:
     fields = _fields(config)
     sizes = [fields.get("weight_block_size")]
     sizes += [each.get("block_structure") for each in _group_weights(fields)]
-    return [
-        (size[0], size[1])
-        for size in sizes
-        if isinstance(size, list)
-        and len(size) == 2
-        and all(isinstance(each, int) and each > 0 for each in size)
-    ]
+    pairs = [tuple(size) for size in sizes if isinstance(size, list) and len(size) == 2]
+    return [pair for pair in pairs if all(isinstance(n, int) and n > 0 for n in pair)]
 
 
 def _group_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -75,10 +66,10 @@ def stored(config: Mapping[str, Any]) -> str | None:
     fields = _fields(config)
     if not fields:
         return None
+    method = str(fields.get("quant_method") or "an unknown method")
     if is_packed(config):
-        return f"bitsandbytes, 4 bits, {fields.get('bnb_4bit_quant_type') or 'of unknown type'}"
-    method = _method(fields)
-    return "bitsandbytes, 8 bits" if method == _BITSANDBYTES and _loads(fields, 8) else method
+        return f"{method}, 4 bits, {fields.get('bnb_4bit_quant_type') or 'of unknown type'}"
+    return f"{method}, 8 bits" if fields.get("load_in_8bit") else method
 
 
 def refusal(config: Mapping[str, Any]) -> str:
@@ -98,29 +89,11 @@ def remedy(folder: Path) -> str:
     return f"base=<folder of {original}>"
 
 
-def require_decodable(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise ArtifactError if the weights are quantized in a way that cannot be decoded."""
-    if refused := refusal(config):
-        raise ArtifactError(f"{folder}: {refused}", hint=remedy(folder))
-
-
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of the same model once it is decoded."""
     return {key: value for key, value in config.items() if key != QUANTIZATION}
 
 
 def _fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    fields = config.get(QUANTIZATION)
-    if fields is None or fields == {}:
-        return {}
+    fields = config.get(QUANTIZATION) or {}
     return fields if isinstance(fields, Mapping) else {"quant_method": f"unreadable: {fields!r}"}
-
-
-def _method(fields: Mapping[str, Any]) -> str:
-    """Return `quant_method`; early bitsandbytes checkpoints only have `load_in_4bit`."""
-    early = _loads(fields, 4) or _loads(fields, 8)
-    return str(fields.get("quant_method") or (_BITSANDBYTES if early else "an unknown method"))
-
-
-def _loads(fields: Mapping[str, Any], bits: int) -> bool:
-    return bool(fields.get(f"load_in_{bits}bit") or fields.get(f"_load_in_{bits}bit"))

@@ -10,7 +10,6 @@ into the dequantized base gives the model that was trained; a merge into the ori
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.dtypes import DTYPE_NAMES, casts, widened
+from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, casts, widened
 from tasks.weights.files.tensors import Reader, Tensors
 from tasks.weights.quantized.packed import LEVELS, unpack
 
@@ -52,23 +51,10 @@ def lost_in_4_bits(checkpoint: Tensors) -> str | None:
     if its blocks are shifted by half their length; this one has a larger error then. A dequantized
     matrix without a change loses nothing and is not reported.
 
-    Reads up to 131,072 elements of each matrix in the first, middle and last layer. Returns the
-    matrix and its relative quantization error as text, or None.
+    Reads up to 131,072 elements of each matrix in the first, middle and last layer of each stack,
+    of one expert per layer. Returns the matrix and its relative quantization error as text, or
+    None.
     """
-    for name in _sample(checkpoint):
-        info = checkpoint[name]
-        count = math.prod(info.shape)
-        with Reader(info.extents) as reader:
-            raw = reader.read(0, min(count, _SAMPLED) * (info.nbytes // max(1, count)))
-        values = widened(raw, info.dtype)
-        (error, changed), (shifted, _) = _rounding(values), _rounding(values[BLOCKSIZE // 2 :])
-        if changed and error < _ON_GRID * shifted:
-            return f"{name} is {error:.1%} off NF4's values (an ordinary matrix: about 9 %)"
-    return None
-
-
-def _sample(checkpoint: Tensors) -> list[str]:
-    """Return matrices of the first, middle and last layer of each stack; one expert per layer."""
     stacks: dict[str, dict[int, dict[str, str]]] = {}
     for name, info in checkpoint.items():
         match = _LAYER.fullmatch(name)
@@ -80,7 +66,16 @@ def _sample(checkpoint: Tensors) -> list[str]:
         order = sorted(layers)
         for number in sorted({order[0], order[len(order) // 2], order[-1]}):
             names += layers[number].values()
-    return names
+    for name in names:
+        info = checkpoint[name]
+        with Reader(info.extents) as reader:
+            item = ITEM_BITS[info.dtype] // 8
+            raw = reader.read(0, min(info.numel, _SAMPLED) * item)
+        values = widened(raw, info.dtype)
+        (error, changed), (shifted, _) = _rounding(values), _rounding(values[BLOCKSIZE // 2 :])
+        if changed and error < _ON_GRID * shifted:
+            return f"{name} is {error:.1%} off NF4's values (an ordinary matrix: about 9 %)"
+    return None
 
 
 def _rounding(values: NDArray[np.float32]) -> tuple[float, bool]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -32,13 +33,13 @@ from numpy.typing import NDArray
 from tasks.core.contract import describe
 from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, NUMPY, cast, widened
 from tasks.weights.files.tensors import Extent, Reader, Tensor, Tensors, read_all
-from tasks.weights.quantized.config_fields import fp8_blocks
+from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8, is_packed, stored
 
 STATE = ".quant_state."
-_STATES = {f"{STATE}bitsandbytes__{kind}": kind for kind in ("nf4", "fp4")}
 _SCALES, _TABLE = ".absmax", ".quant_map"
 _NESTED_SCALES, _NESTED_TABLE = ".nested_absmax", ".nested_quant_map"
 _SIDES = (_SCALES, _TABLE, _NESTED_SCALES, _NESTED_TABLE)
+_SIDE = re.compile(r"(.+)(\.(?:nested_)?(?:absmax|quant_map)|\.quant_state\..*)")
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Block sizes that bitsandbytes 0.50 decodes."""
 LEVELS = {
@@ -70,57 +71,92 @@ _ACTIVATIONS = (
 )  # fmt: skip
 
 
-class Packed(NamedTuple):
-    """Storage of a quantized matrix: what decodes it, and the keys that belong to it.
+_CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")
+"""GPT-2's linear layers, stored as (in, out); transformers packs their transpose."""
 
-    `packing` is plain JSON (`Op.packed`): `type`, `shape` and `dtype` (torch name) of the decoded
-    matrix, suffix and size in bytes of the `parts` to read, in order, and fields of its format.
-    """
 
-    packing: dict[str, Any]
-    sides: list[str]
+class Decoded(NamedTuple):
+    """The quantized matrices of a checkpoint, as they look decoded."""
+
+    tensors: dict[str, Tensor]
+    sides: set[str]  # keys of scales and tables, which belong to a matrix
+    findings: list[str]  # one line for every matrix that cannot be decoded
+
+    def add(self, whole: Tensors, key: str, packing: dict[str, Any], sides: Sequence[str]) -> None:
+        """Add a matrix, with the suffixes of the tensors that belong to it.
+
+        `packing` is plain JSON (`Op.packed`): `type`, `shape` and `dtype` (torch name) of the
+        decoded matrix, suffix and size in bytes of the `parts` to read, in order, and fields of its
+        format.
+        """
+        # Tables of values and JSON come last: they are not decoded, but belong to the matrix.
+        parts = dict.fromkeys([*(suffix for suffix, _ in packing["parts"]), *sides])
+        extents = tuple(extent for suffix in parts for extent in whole[key + suffix].extents)
+        shape = tuple(packing["shape"])
+        shape = shape[::-1] if packing["turned"] else shape
+        self.tensors[key] = Tensor(shape, DTYPE_NAMES[packing["dtype"]], extents, packed=packing)
+        self.sides.update(key + side for side in sides)
 
 
 # 4 bits
 
 
-def read_states(tensors: Tensors) -> tuple[dict[str, Packed], list[str]]:
-    """Find the packed matrices of a checkpoint; reads headers, their JSON and their 16 values.
-
-    Returns the packing by key, and one line for every matrix that cannot be decoded.
-    """
+def read_states(tensors: Tensors, config: Mapping[str, Any]) -> Decoded:
+    """Find the matrices in 4 bits; reads headers, their JSON and their 16 values."""
+    decoded = Decoded({}, set(), [])
+    if not is_packed(config):
+        decoded.findings.append("config.json does not say that the weights are packed in 4 bits")
     owners: dict[str, list[str]] = {}
     for key in tensors:
-        suffix = STATE + key.partition(STATE)[2] if STATE in key else ""
-        suffix = suffix or next((side for side in _SIDES if key.endswith(side)), "")
-        if suffix and key != suffix:
-            owners.setdefault(key.removesuffix(suffix), []).append(suffix)
-    matrices: dict[str, Packed] = {}
-    findings: list[str] = []
+        if side := _SIDE.fullmatch(key):
+            owners.setdefault(side[1], []).append(side[2])
     for key, sides in owners.items():
+        is_turned = config.get("model_type") == "gpt2" and bool(set(key.split(".")) & {*_CONV1D})
         try:
-            matrices[key] = Packed(_packing_4(tensors, key, sides), [key + side for side in sides])
+            packing = {**_packing_4(tensors, key, sides), "turned": is_turned}
+            decoded.add(tensors, key, packing, sides)
         except (ValueError, RecursionError) as error:
-            findings.append(f"{key}: {error}")
+            decoded.findings.append(f"{key}: {error}")
     for key, info in tensors.items():
         if key not in owners and info.dtype in ("U8", "I8") and key.split(".")[-1] == "weight":
-            stored = describe(info.shape, info.dtype)
-            findings.append(f"{key}: {stored} without {_SCALES} and {STATE}*")
-    return matrices, findings
+            have = describe(info.shape, info.dtype)
+            decoded.findings.append(f"{key}: {have} without {_SCALES} and {STATE}*")
+    if not decoded.tensors and not decoded.findings:
+        decoded.findings.append(
+            f"config.json says {stored(config)}, but no tensor is packed: "
+            "if these are plain weights, remove quantization_config from it"
+        )
+    return decoded
 
 
 def _packing_4(tensors: Tensors, key: str, sides: Sequence[str]) -> dict[str, Any]:
     """Return the packing of a matrix. Raises ValueError: a part is absent or does not fit."""
-    names = [suffix for suffix in sides if suffix.startswith(STATE)]
-    if len(names) != 1 or names[0] not in _STATES:
-        raise ValueError(f"{STATE}* is {names or 'absent'}, one of {[*_STATES]} is known")
-    if tensors[key + names[0]].nbytes > _MAX_STATE:
-        raise ValueError(f"{names[0]} has {tensors[key + names[0]].nbytes} bytes")
-    packing = _settings(json.loads(read_all(tensors[key + names[0]]).tobytes()))
-    if packing["type"] != _STATES[names[0]]:
-        raise ValueError(f"quant_state: quant_type {packing['type']!r} under {names[0]}")
-    count, nested = prod(packing["shape"]), packing["nested"]
-    blocks = -(-count // packing["blocksize"])
+    states = [suffix for suffix in sides if suffix.startswith(STATE)]
+    if len(states) != 1 or tensors[key + states[0]].nbytes > _MAX_STATE:
+        raise ValueError(f"{len(states)} small tensors {STATE}*, expected one")
+    state = json.loads(read_all(tensors[key + states[0]]).tobytes())
+    if not isinstance(state, dict):
+        raise ValueError("quant_state is no JSON object")
+    kind, shape, blocksize = (state.get(name) for name in ("quant_type", "shape", "blocksize"))
+    nested = None
+    if "nested_blocksize" in state:
+        nested = {"blocksize": state["nested_blocksize"], "offset": state.get("nested_offset")}
+    is_shape = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+    offset = nested and nested["offset"]
+    is_good = {
+        "quant_type": kind in LEVELS and states[0] == f"{STATE}bitsandbytes__{kind}",
+        "blocksize": _is_size(blocksize),
+        "dtype": state.get("dtype") in [*DTYPE_NAMES],
+        "shape": is_shape and bool(shape),
+        "nested_dtype": nested is None or state.get("nested_dtype") == "float32",
+        "nested_blocksize": nested is None or _is_size(nested["blocksize"]),
+        "nested_offset": nested is None or (type(offset) is float and math.isfinite(offset)),
+    }
+    for name, good in is_good.items():
+        if not good:
+            raise ValueError(f"quant_state: {name} {state.get(name)!r:.100} is not supported")
+    count = prod(shape)
+    blocks = -(-count // blocksize)
     needed = {"": -(-count // 2), _SCALES: 4 * blocks, _TABLE: 4 * 16}
     if nested is not None:
         needed[_SCALES] = blocks
@@ -129,34 +165,17 @@ def _packing_4(tensors: Tensors, key: str, sides: Sequence[str]) -> dict[str, An
     if have != needed:
         raise ValueError(f"its parts have {have} bytes, {needed} are needed")
     levels = read_all(tensors[key + _TABLE]).view("<f4")
-    if not np.allclose(levels, LEVELS[packing["type"]], rtol=0, atol=_CLOSE):
-        raise ValueError(f"{_TABLE} does not hold the values of {packing['type']}")
+    if not np.allclose(levels, LEVELS[kind], rtol=0, atol=_CLOSE):
+        raise ValueError(f"{_TABLE} does not hold the values of {kind}")
     parts = ["", _SCALES, *([] if nested is None else [_NESTED_SCALES, _NESTED_TABLE])]
-    return {**packing, "parts": [[part, needed[part]] for part in parts]}
-
-
-def _settings(state: Any) -> dict[str, Any]:
-    """Return the fields of a matrix's JSON. Raises ValueError: it cannot be decoded."""
-    if not isinstance(state, dict):
-        raise ValueError("quant_state is no JSON object")
-    shape, offset = state.get("shape"), state.get("nested_offset")
-    is_shape = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
-    is_good = {
-        "blocksize": _is_size(state.get("blocksize")),
-        "dtype": isinstance(state.get("dtype"), str) and state["dtype"] in DTYPE_NAMES,
-        "shape": is_shape and bool(shape),
+    return {
+        "type": kind,
+        "blocksize": blocksize,
+        "dtype": state["dtype"],
+        "shape": shape,
+        "nested": nested,
+        "parts": [[part, needed[part]] for part in parts],
     }
-    nested = None
-    if "nested_blocksize" in state:
-        nested = {"blocksize": state["nested_blocksize"], "offset": offset}
-        is_good["nested_dtype"] = state.get("nested_dtype") == "float32"
-        is_good["nested_blocksize"] = _is_size(state["nested_blocksize"])
-        is_good["nested_offset"] = type(offset) is float and math.isfinite(offset)
-    for name, good in is_good.items():
-        if not good:
-            raise ValueError(f"quant_state: {name} {state.get(name)!r:.100} is not supported")
-    settings = {name: state[name] for name in ("blocksize", "dtype", "shape")}
-    return {"type": state.get("quant_type"), **settings, "nested": nested}
 
 
 def _is_size(value: Any) -> bool:
@@ -218,25 +237,31 @@ def is_activation_scale(key: str) -> bool:
     return key.endswith(_ACTIVATIONS)
 
 
-def read_scales(tensors: Tensors, config: Mapping[str, Any]) -> tuple[dict[str, Packed], list[str]]:
-    """Find the matrices in 8 bits. Returns their packing by key, and what is wrong with any."""
+def read_scales(tensors: Tensors, config: Mapping[str, Any]) -> Decoded:
+    """Find the matrices in 8 bits; reads headers only."""
+    decoded = Decoded({}, set(filter(is_activation_scale, tensors)), [])
+    if not is_fp8(config):
+        decoded.findings.append(f"config.json does not say how weights are stored in {DTYPE}")
+        return decoded
     blocks = fp8_blocks(config)
-    matrices: dict[str, Packed] = {}
-    findings: list[str] = []
     for key, info in tensors.items():
         if ITEM_BITS[info.dtype] != 8 or info.dtype in (_EXPONENTS, "BOOL"):
             continue
         suffix = next((suffix for suffix in _FP8_SCALES if key + suffix in tensors), "")
         if info.dtype != DTYPE:
-            findings.append(f"{key}: {info.dtype}, which is not decoded here")
+            decoded.findings.append(f"{key}: {info.dtype}, which is not decoded here")
         elif not suffix:
-            findings.append(f"{key}: {info.dtype} without {' or '.join(_FP8_SCALES)}")
+            decoded.findings.append(f"{key}: {info.dtype} without {' or '.join(_FP8_SCALES)}")
         elif packing := _packing_8(info, suffix, tensors[key + suffix], blocks):
-            matrices[key] = Packed(packing, [key + suffix])
+            decoded.add(tensors, key, packing, [suffix])
         else:
             scale = describe(tensors[key + suffix].shape, tensors[key + suffix].dtype)
-            findings.append(f"{key}: {describe(info.shape, info.dtype)} with scales {scale}")
-    return matrices, findings
+            have = describe(info.shape, info.dtype)
+            decoded.findings.append(f"{key}: {have} with scales {scale}")
+    if not decoded.tensors and not decoded.findings:
+        text = f"config.json says {stored(config)}, but no tensor is stored in {DTYPE}"
+        decoded.findings.append(text)
+    return decoded
 
 
 def _packing_8(
@@ -256,6 +281,7 @@ def _packing_8(
                 "type": FP8,
                 "dtype": "float32",  # so that nothing is rounded before the merge
                 "shape": list(info.shape),
+                "turned": False,
                 "block": [high, wide],  # rows and columns that share a scale
                 "scale_dtype": scale.dtype,
                 "parts": [["", prod(info.shape)], [suffix, size]],

@@ -95,12 +95,11 @@ def quantized_contract(facts: Model, scheme: str) -> list[Expected]:
     """Return the tensors that the quantized checkpoint must contain."""
     contract: list[Expected] = []
     for tensor in facts.tensors:
-        name = tensor.name
-        if name not in facts.quantized:
+        if tensor.name in facts.quantized:
+            scale = Expected(tensor.name + SCALE, (tensor.shape[0], 1), SCALE_DTYPE)
+            contract += [replace(tensor, dtype=SCHEMES[scheme].dtype), scale]
+        else:
             contract.append(tensor)
-            continue
-        contract.append(replace(tensor, dtype=SCHEMES[scheme].dtype))
-        contract.append(Expected(name + SCALE, (tensor.shape[0], 1), SCALE_DTYPE))
     return contract
 
 
@@ -137,6 +136,7 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+@cache
 def library_scheme(name: str) -> Any:
     """Return compressed-tensors' `QuantizationScheme` of a scheme for linear layers."""
     from compressed_tensors.quantization import preset_name_to_scheme
@@ -144,11 +144,6 @@ def library_scheme(name: str) -> Any:
     scheme = preset_name_to_scheme(SCHEMES[name].preset, ["Linear"])
     scheme.format = SCHEMES[name].format
     return scheme
-
-
-@cache
-def _arguments(name: str) -> Any:
-    return library_scheme(name).weights
 
 
 def encode(encoding: Encoding, block: torch.Tensor) -> torch.Tensor:
@@ -161,7 +156,7 @@ def encode(encoding: Encoding, block: torch.Tensor) -> torch.Tensor:
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    weights = _arguments(encoding.scheme)
+    weights = library_scheme(encoding.scheme).weights
     low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
     scale, zero = calculate_qparams(low, high, weights)
     scale, near = scale.float(), scale.float().to(torch_dtype(encoding.scale_dtype))

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.weights.files.documents import read_json
@@ -31,8 +30,7 @@ _TABLES = (
 _INDEX = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True)
-class Grown:
+class Grown(NamedTuple):
     """Ids of the new tokens in the order given, and rows of the embedding before and after."""
 
     ids: tuple[int, ...]
@@ -46,17 +44,6 @@ def grow(folder: Path, tokens: Sequence[str], *, multiple: int = 1) -> Grown:
     Each text becomes one ordinary token, so decoded text shows it; the number of rows becomes a
     multiple of `multiple`. Raises ConfigError if the tokenizer already has one of the tokens.
     """
-    config = read_json(folder / "config.json")
-    before = int((config.get("text_config") or config)["vocab_size"])
-    ids = _into_tokenizer(folder, tokens)
-    after = max(before, -(-(max(ids) + 1) // multiple) * multiple)
-    if after > before:
-        _into_tables(folder, before, after)
-        _write_json(folder / "config.json", resized_config(config, after))
-    return Grown(ids, before, after)
-
-
-def _into_tokenizer(folder: Path, tokens: Sequence[str]) -> tuple[int, ...]:
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
 
@@ -75,10 +62,17 @@ def _into_tokenizer(folder: Path, tokens: Sequence[str]) -> tuple[int, ...]:
         tokenizer.save_pretrained(made)
         for path in Path(made).iterdir():
             path.replace(folder / path.name)
-    return tuple(int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens)))
+    ids = tuple(int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens)))
+    config = read_json(folder / "config.json")
+    before = int((config.get("text_config") or config)["vocab_size"])
+    after = max(before, -(-(max(ids) + 1) // multiple) * multiple)
+    if after > before:
+        _grow_tables(folder, before, after)
+        _write_json(folder / "config.json", resized_config(config, after))
+    return Grown(ids, before, after)
 
 
-def _into_tables(folder: Path, before: int, after: int) -> None:
+def _grow_tables(folder: Path, before: int, after: int) -> None:
     """Add rows to every table, one file after the other."""
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -86,20 +80,19 @@ def _into_tables(folder: Path, before: int, after: int) -> None:
     added, has_table = 0, False
     for path in weight_files(folder, "*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            tables = [name for name in file.keys() if name.endswith(_TABLES)]  # noqa: SIM118
+            names, metadata = list(file.keys()), file.metadata()
+            tables = [name for name in names if name.endswith(_TABLES)]
             tables = [name for name in tables if file.get_slice(name).get_shape()[0] == before]
-            if not tables:
-                continue
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in names if tables}
         for name in tables:
-            rows = _grown(name, tensors[name], after)
+            rows = _with_means(name, tensors[name], after)
             added += rows.nbytes - tensors[name].nbytes
             tensors[name] = rows
-        work = path.with_name(f".{path.name}.tmp")
-        save_file(tensors, work, metadata=metadata)
-        work.replace(path)
-        has_table = True
+        if tables:
+            work = path.with_name(f".{path.name}.tmp")
+            save_file(tensors, work, metadata=metadata)
+            work.replace(path)
+            has_table = True
     if not has_table:
         raise ArtifactError(f"{folder}: no embedding of vocab_size={before} rows to add tokens to")
     if (folder / _INDEX).is_file():
@@ -109,7 +102,7 @@ def _into_tables(folder: Path, before: int, after: int) -> None:
         _write_json(folder / _INDEX, document)
 
 
-def _grown(name: str, table: torch.Tensor, rows: int) -> torch.Tensor:
+def _with_means(name: str, table: torch.Tensor, rows: int) -> torch.Tensor:
     """Append the mean row, computed in fp64, until the table has `rows`."""
     import torch
 

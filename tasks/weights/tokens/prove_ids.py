@@ -11,12 +11,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-TEXTS = (
+_TEXTS = (
     "The capital of France is Paris.", "What is 650 + 84 * 1823 - 2023?", "3.14159, 1,000,000",
     "a  b   c    d", "trailing  ", "one\ntwo\n\nthree\n\n\n", "\ta\t\tb\r\nc",
     "caf\u00e9 na\u00efve fa\u00e7ade \u00fcber \u00c5ngstr\u00f6m", "e\u0301 \u00e9",
@@ -29,48 +29,11 @@ TEXTS = (
     "https://example.org/a_b?c=1&d=%20", "x_1 = y**2 // z", "\u00a0no\u200bbreak\u3000wide",
     "\ufb01ne \u2460 \uff21", "antidisestablishmentarianism",
 )  # fmt: skip
-"""Digits, runs of blanks, newlines, tabs, accents, scripts, emoji, code, a leading blank."""
+"""Digits, runs of blanks, newlines, tabs, accents, scripts, emoji, code."""
 _LEADING = (" a leading blank", "  two of them")
 _MOST_SPECIAL = 64
 _WAIT_S = 300.0
 _ONLY = ("PATH", "LD_LIBRARY_PATH", "LANG", "HOME", "TMPDIR")
-Encode = Callable[[str], Sequence[int]]
-
-
-def texts_of(special: Iterable[str], prompts: Iterable[str] = ()) -> Iterator[str]:
-    """Yield texts to compare: `TEXTS`, special tokens in a text, prompts, leading blanks."""
-    yield from TEXTS
-    for token in list(special)[:_MOST_SPECIAL]:
-        yield f"Say {token}it 12 {token}\n on"
-    yield from prompts
-    yield from _LEADING
-
-
-def is_leading(reason: str) -> bool:
-    """Return True if only texts that begin with a blank differ: prompts do not."""
-    return reason.startswith(tuple(repr(text) for text in _LEADING))
-
-
-def difference(truth: Encode, other: Encode, texts: Iterable[str]) -> str:
-    """Return the first text of which two tokenizers make other ids; "" if there is none."""
-    for text in texts:
-        ids, others = list(truth(text)), list(other(text))
-        if ids != others:
-            at = next((i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b),
-                      min(len(ids), len(others)))  # fmt: skip
-            shown = text if len(text) < 50 else text[:50] + "..."
-            return (
-                f"{shown!r} becomes {len(others)} ids, by tokenizer.json {len(ids)}; at "
-                f"{at}: {others[at : at + 3]} instead of {ids[at : at + 3]}"
-            )
-    return ""
-
-
-def plain_encoder(tokenizer: Any) -> Encode:
-    """Return the encoder of a `tokenizers.Tokenizer`: no template, no truncation, no padding."""
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def misread(folder: Path) -> str:
@@ -79,14 +42,7 @@ def misread(folder: Path) -> str:
     Returns "" for folders without tokenizer.json, and if the tokenizer does not load: then nothing
     is trained or served in silence. Raises ArtifactError if the comparison itself failed.
     """
-    if not (folder / "tokenizer.json").is_file():
-        return ""
-    stamps = [
-        (name, (folder / name).stat().st_mtime_ns)
-        for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
-        if (folder / name).is_file()
-    ]
-    return _asked(folder.absolute(), tuple(stamps))
+    return _compared(folder) if (folder / "tokenizer.json").is_file() else ""
 
 
 def misread_as(folder: Path, pipeline: Mapping[str, Any]) -> str:
@@ -94,97 +50,118 @@ def misread_as(folder: Path, pipeline: Mapping[str, Any]) -> str:
 
     `pipeline` has `normalizer`, `pre_tokenizer`, and `model` without vocabulary and merges.
     """
-    return _asked(folder.absolute(), (), json.dumps(pipeline))
+    return _compared(folder, json.dumps(pipeline))
+
+
+def is_leading(reason: str) -> bool:
+    """Return True if only texts that begin with a blank differ: prompts do not."""
+    return reason.startswith(tuple(repr(text) for text in _LEADING))
+
+
+def _compared(folder: Path, pipeline: str = "") -> str:
+    stamps = tuple(path.stat().st_mtime_ns for path in sorted(folder.glob("*.json")))
+    return _asked(folder.absolute(), stamps, pipeline)
 
 
 @lru_cache(maxsize=16)
-def _asked(folder: Path, stamps: tuple[tuple[str, int], ...], pipeline: str = "") -> str:
+def _asked(folder: Path, stamps: tuple[int, ...], pipeline: str) -> str:
+    from tasks.core.errors import ArtifactError  # the child, an isolated program, has no `tasks`
+
     environment = {name: os.environ[name] for name in _ONLY if name in os.environ}
-    command = [sys.executable, "-I", __file__, str(folder)]
+    command, lines = [sys.executable, "-I", __file__, str(folder)], [""]
     try:
         done = subprocess.run(
             command, input=pipeline.encode(), capture_output=True, timeout=_WAIT_S, check=False,
             env={**environment, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or lines
         return str(json.loads(done.stdout.splitlines()[-1])["differs"])
-    except subprocess.TimeoutExpired as error:
-        raise _unproven(folder, f"no answer within {_WAIT_S:.0f} s") from error
-    except (ValueError, LookupError) as error:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise _unproven(folder, lines[-1] if lines else f"exit {done.returncode}") from error
+    except (subprocess.TimeoutExpired, ValueError, LookupError) as error:
+        reason = lines[-1] or repr(error)
+        text = f"{folder}: its token ids could not be compared: {reason}"
+        raise ArtifactError(text) from error
 
 
-def _unproven(folder: Path, reason: str) -> Exception:
-    from tasks.core.errors import ArtifactError  # the child, an isolated program, has no `tasks`
-
-    return ArtifactError(f"{folder}: its token ids could not be compared: {reason}")
+# In the child
 
 
-def _compare(folder: Path) -> str:
-    """Compare both readings of a folder; runs in the child."""
+def _compare(folder: Path, pipeline: Mapping[str, Any] | None) -> str:
+    """Return the first text that another reading of tokenizer.json encodes differently, or ""."""
     from tokenizers import Tokenizer
+
+    try:
+        truth = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        loaded = None if pipeline else _loaded(folder)
+    except Exception:
+        return ""  # every loader stops, and says so
+    special = [token.content for token in truth.get_added_tokens_decoder().values()]
+    texts = [*_TEXTS, *(f"Say {token}it 12 {token}\n on" for token in special[:_MOST_SPECIAL])]
+    if pipeline:
+        encode = _encoder(Tokenizer.from_str(_built(folder, pipeline)))
+    elif loaded.is_fast:
+        texts += _prompts(loaded)
+        truth.encode_special_tokens = bool(getattr(loaded, "split_special_tokens", False))
+        encode = partial(loaded.encode, add_special_tokens=False)
+    else:
+        return ""  # another program, which reads other files
+    for text in (*texts, *_LEADING):
+        ids, others = _encoder(truth)(text), encode(text)
+        if ids != others:
+            pairs = enumerate(zip(ids, others, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))
+            shown = text if len(text) < 50 else text[:50] + "..."
+            return (
+                f"{shown!r} becomes {len(others)} ids, by tokenizer.json {len(ids)}; at "
+                f"{at}: {others[at : at + 3]} instead of {ids[at : at + 3]}"
+            )
+    return ""
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Return the encoder of a `tokenizers.Tokenizer`: no template, no truncation, no padding."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _loaded(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _prompts(loaded: Any) -> list[str]:
+    """Return some texts as the chat template writes them; templates have checks of their own."""
+    prompts: list[str] = []
     try:
-        raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        loaded = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        for text in _TEXTS[:4] if loaded.chat_template else ():
+            turns = [{"role": "user", "content": text}]
+            prompts.append(loaded.apply_chat_template(turns, tokenize=False))
     except Exception:
-        return ""  # every loader stops, and says so
-    if not loaded.is_fast:
-        return ""  # another program, which reads other files
-    special = [token.content for token in raw.get_added_tokens_decoder().values()]
-    raw.encode_special_tokens = bool(getattr(loaded, "split_special_tokens", False))
-    prompts = []
-    if loaded.chat_template:
-        turns = [{"role": "user", "content": text} for text in TEXTS[:4]]
-        for turn in turns:
-            try:
-                prompts.append(loaded.apply_chat_template([turn], tokenize=False))
-            except Exception:
-                break  # the template's own checks report it
-    return difference(
-        plain_encoder(raw),
-        lambda text: loaded.encode(text, add_special_tokens=False),
-        texts_of(special, prompts),
-    )
+        pass
+    return prompts
 
 
-def _compare_built(folder: Path, pipeline: Mapping[str, Any]) -> str:
-    """Compare tokenizer.json with a class that takes its vocabulary; runs in the child."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:
-        return ""  # every loader stops, and says so
-    special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+def _built(folder: Path, pipeline: Mapping[str, Any]) -> str:
+    """Return the tokenizer.json of a class that takes only the vocabulary from the folder's."""
     document = json.loads((folder / "tokenizer.json").read_bytes())
     model, options = document["model"], dict(pipeline["model"])
     if options.get("unk_token"):
         options["unk_token"] = model.get("unk_token")
-    vocabulary = model["vocab"]
-    if options["type"] != "Unigram" and isinstance(vocabulary, list):
-        vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-    options["vocab"] = vocabulary
+    options["vocab"] = model["vocab"]
+    if options["type"] != "Unigram" and isinstance(model["vocab"], list):
+        options["vocab"] = {piece: number for number, (piece, _) in enumerate(model["vocab"])}
     if options["type"] == "BPE":
         options["merges"] = model.get("merges", [])
-    charsmap = _charsmap(document["normalizer"])
+    step = document["normalizer"]
+    steps = step.get("normalizers", [step]) if isinstance(step, dict) else []
+    maps = [part["precompiled_charsmap"] for part in steps if part["type"] == "Precompiled"]
     built = {
-        "normalizer": _with_charsmap(pipeline["normalizer"], charsmap),
+        "normalizer": _with_charsmap(pipeline["normalizer"], maps[0] if maps else None),
         "pre_tokenizer": pipeline["pre_tokenizer"],
         "model": options,
     }
-    other = Tokenizer.from_str(json.dumps({**document, **built}))
-    return difference(plain_encoder(tokenizer), plain_encoder(other), texts_of(special))
-
-
-def _charsmap(step: Any) -> str | None:
-    """Return the table of characters of a file's normalizer, which pipelines do not name."""
-    steps = step.get("normalizers", [step]) if isinstance(step, dict) else []
-    tables = [part["precompiled_charsmap"] for part in steps if part["type"] == "Precompiled"]
-    return tables[0] if tables else None
+    return json.dumps({**document, **built})
 
 
 def _with_charsmap(step: Any, charsmap: str | None) -> Any:
@@ -201,9 +178,6 @@ def _with_charsmap(step: Any, charsmap: str | None) -> Any:
 
 if __name__ == "__main__":
     pipeline = sys.stdin.read()
-    if pipeline:
-        reason = _compare_built(Path(sys.argv[1]), json.loads(pipeline))
-    else:
+    if not pipeline:
         sys.modules["torch"] = None  # type: ignore[assignment]  # seconds that no tokenizer needs
-        reason = _compare(Path(sys.argv[1]))
-    print(json.dumps({"differs": reason}))
+    print(json.dumps({"differs": _compare(Path(sys.argv[1]), json.loads(pipeline or "null"))}))

@@ -64,8 +64,9 @@ def rendered(
     """
     if len(template) > MAX_CHARACTERS:
         raise TemplateLimitError(f"{len(template)} characters, at most {MAX_CHARACTERS} are read")
-    job = {"template": template, "tokens": dict(tokens), "conversations": conversations}
-    reply = _reply(json.dumps({**job, "prompt": prompt}, sort_keys=True))
+    every = {"tools": None, "documents": None, "add_generation_prompt": prompt, **tokens}
+    contexts = [{"messages": messages, **every} for messages in conversations]
+    reply = _reply(json.dumps({"template": template, "contexts": contexts}, sort_keys=True))
     if "limit" in reply:
         raise TemplateLimitError(reply["limit"])
     if "error" in reply:
@@ -81,11 +82,9 @@ def _reply(job: str) -> dict[str, Any]:
             input=job.encode(), capture_output=True, timeout=_WAIT_S, check=False,
             env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"limit": f"rendering does not end within {SECONDS} s"}
-    try:
         reply: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:  # SIGXCPU, or jinja2 out of memory where it cannot say so
+    except (subprocess.TimeoutExpired, ValueError):
+        # No answer in JSON: SIGXCPU, or jinja2 out of memory where it cannot say so
         return {"limit": f"rendering takes more than {SECONDS} s or {MEMORY >> 30} GiB of memory"}
     return reply
 
@@ -112,13 +111,8 @@ def template_environment() -> Any:
     )
 
 
-def _render(
-    template: str,
-    tokens: Mapping[str, str],
-    conversations: Sequence[Sequence[Mapping[str, str]]],
-    prompt: bool,
-) -> dict[str, Any]:
-    """Render a template for conversations; runs in the child."""
+def _render(template: str, contexts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Render a template once with each context; runs in the child."""
     import jinja2
 
     def refuse(message: str) -> NoReturn:
@@ -128,16 +122,7 @@ def _render(
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "2000-01-01"}
     try:
         compiled = environment.from_string(template)
-        texts = [
-            compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **tokens,
-            )
-            for messages in conversations
-        ]
+        texts = [compiled.render(**context) for context in contexts]
     except MemoryError:
         return {"limit": f"rendering takes more than {MEMORY >> 30} GiB of memory"}
     except (jinja2.TemplateError, *_ANY) as error:

@@ -6,8 +6,7 @@ takes milliseconds and needs no model library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,30 +47,13 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
     Raises ArtifactError: no EOS token, a special token without an id, or a chat template that does
     not render.
     """
-    with _wrong_types_named(folder):
-        document = read_json(folder / "tokenizer.json")
-        ids, template, turn = _ids(folder, document), template_of(folder), ""
-        special = _special(folder, ids)
-        if "eos_token" not in special:
-            raise ArtifactError(f"{folder}: the tokenizer names no eos_token")
-        if template:
-            ending = _after_answer(folder, template)
-            texts = [str(t["content"]) for t in _added(document) if t.get("special")]
-            turn = max((text for text in texts if ending.startswith(text)), key=len, default="")
-        return TokenizerFacts(
-            rows=max(ids.values()) + 1,
-            eos=special["eos_token"],
-            pad=special.get("pad_token"),
-            end_of_turn=ids[turn] if turn else None,
-            template=template,
-        )
-
-
-@contextmanager
-def _wrong_types_named(folder: Path) -> Iterator[None]:
-    """Turn the exceptions of JSON values of unexpected types into an ArtifactError."""
     try:
-        yield
+        return _read(folder, read_json(folder / "tokenizer.json"), _settings(folder))
+    except TemplateError as error:
+        raise ArtifactError(
+            f"{_template_file(folder)}: {error}",
+            hint="correct the chat template, or copy that of the model's first release",
+        ) from error
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise ArtifactError(
             f"{folder}: tokenizer.json or tokenizer_config.json has a value of an unknown type: "
@@ -79,31 +61,35 @@ def _wrong_types_named(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _ids(folder: Path, document: Mapping[str, Any]) -> dict[str, int]:
-    """Return the id of every token of tokenizer.json."""
+def _read(folder: Path, document: Mapping[str, Any], settings: Mapping[str, Any]) -> TokenizerFacts:
     vocabulary = (document.get("model") or {}).get("vocab")
     if not isinstance(vocabulary, dict | list):
         raise ArtifactError(f"{folder}/tokenizer.json: no vocabulary")
     if isinstance(vocabulary, list):  # (piece, score) of Unigram models
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
-    return vocabulary | {str(token["content"]): int(token["id"]) for token in _added(document)}
-
-
-def _added(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     added: Sequence[Mapping[str, Any]] = document.get("added_tokens", [])
-    return added
-
-
-def _special(folder: Path, ids: Mapping[str, int]) -> dict[str, int]:
-    """Return the ids of the EOS and padding tokens by role."""
-    settings, special = _settings(folder), {}
+    ids = vocabulary | {str(token["content"]): int(token["id"]) for token in added}
+    special: dict[str, int] = {}
     for role in ("eos_token", "pad_token"):
         token = _text(settings.get(role))
+        if token is not None and token not in ids:
+            raise ArtifactError(f"{folder}: {role} {token!r} has no id in tokenizer.json")
         if token is not None:
-            if token not in ids:
-                raise ArtifactError(f"{folder}: {role} {token!r} has no id in tokenizer.json")
             special[role] = ids[token]
-    return special
+    if "eos_token" not in special:
+        raise ArtifactError(f"{folder}: the tokenizer names no eos_token")
+    template, turn = template_of(folder), ""
+    if template:
+        ending = after_answer(template, _ends(settings))
+        texts = [str(token["content"]) for token in added if token.get("special")]
+        turn = max((text for text in texts if ending.startswith(text)), key=len, default="")
+    return TokenizerFacts(
+        rows=max(ids.values()) + 1,
+        eos=special["eos_token"],
+        pad=special.get("pad_token"),
+        end_of_turn=ids[turn] if turn else None,
+        template=template,
+    )
 
 
 def control_tokens(read: Callable[[str], Mapping[str, Any]]) -> tuple[str, ...]:
@@ -167,23 +153,12 @@ def prompts_of(
     `template` is its text; None: that of the folder. Raises TemplateError if it does not render.
     """
     text = template_of(folder) if template is None else template
-    return rendered(text, _ends(folder), conversations, prompt=True)
+    return rendered(text, _ends(_settings(folder)), conversations, prompt=True)
 
 
-def _ends(folder: Path) -> dict[str, str]:
+def _ends(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of BOS and EOS, which templates use."""
-    settings = _settings(folder)
     return {role: _text(settings.get(role)) or "" for role in ("bos_token", "eos_token")}
-
-
-def _after_answer(folder: Path, template: str) -> str:
-    try:
-        return after_answer(template, _ends(folder))
-    except TemplateError as error:
-        raise ArtifactError(
-            f"{_template_file(folder)}: {error}",
-            hint="correct the chat template, or copy that of the model's first release",
-        ) from error
 
 
 def _template_file(folder: Path) -> Path:

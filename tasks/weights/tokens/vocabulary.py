@@ -8,16 +8,15 @@ numbers; nothing is padded or cut.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tasks.core.errors import ContractError
 from tasks.weights.model import Model
 from tasks.weights.tokens.tokenizer import TokenizerFacts
 
-Shapes = Mapping[str, tuple[int, ...]]
-SAVE_WHOLE = (
-    "save the adapter with its embeddings: save_pretrained(..., save_embedding_layers=True), or "
+_SAVE_WHOLE = (
+    "save an adapter with its embeddings: save_pretrained(..., save_embedding_layers=True), or "
     "train with modules_to_save=[embed_tokens, lm_head]"
 )
 
@@ -26,17 +25,14 @@ SAVE_WHOLE = (
 class Vocabulary:
     """Vocabulary sizes of a model that a plan writes."""
 
-    tokenizer: int  # highest token id + 1
+    tokenizer: TokenizerFacts
     rows: int  # of the input embedding
-    head_rows: int | None = None  # of the output embedding; None if it is tied or absent
-    base_rows: int | None = None  # of the base's input embedding
-    config: int | None = None  # `vocab_size` of config.json
-    special: Mapping[str, int] = field(default_factory=dict)  # ids that stop and pad, by name
+    head_rows: int | None  # of the output embedding; None if it is tied or absent
+    config: int | None  # `vocab_size` of config.json, which `resized_config` corrects
 
     def __str__(self) -> str:
         sizes = {
-            "tokenizer": self.tokenizer,
-            "base": self.base_rows,
+            "tokenizer": self.tokenizer.rows,
             "embedding": self.rows,
             "head": self.head_rows,
             "config.json": self.config,
@@ -44,34 +40,32 @@ class Vocabulary:
         return ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
 
     def findings(self) -> Iterator[str]:
-        """Yield the disagreements. Ignores `config`, which `resized_config` corrects."""
-        kept = self.base_rows is not None and self.rows == self.base_rows
-        if self.tokenizer > self.rows:
-            larger = f"the adapter contains no larger one: {SAVE_WHOLE}"
-            why = larger if kept else "some ids have no row"
-            text = f"the tokenizer has {self.tokenizer} ids, the embedding {self.rows} rows"
-            yield f"{text}; {why} ({self})"
+        """Yield the disagreements."""
+        if self.tokenizer.rows > self.rows:
+            text = f"the tokenizer has {self.tokenizer.rows} ids, the embedding {self.rows} rows"
+            yield f"{text}: some ids have no row; {_SAVE_WHOLE} ({self})"
         if self.head_rows is not None and self.head_rows != self.rows:
             yield (
                 f"the input embedding has {self.rows} rows, the output embedding {self.head_rows}: "
-                f"only one of them was saved after the vocabulary changed; {SAVE_WHOLE} ({self})"
+                f"only one of them was saved after the vocabulary changed; {_SAVE_WHOLE} ({self})"
             )
-        for name, token in self.special.items():
+        special = {f"eos_token_id {token}": token for token in self.tokenizer.stops}
+        if self.tokenizer.pad is not None:
+            special["pad_token_id"] = self.tokenizer.pad
+        for name, token in special.items():
             if not 0 <= token < self.rows:
                 yield f"{name} is {token}, the embedding has {self.rows} rows ({self})"
 
 
 def vocabulary_of(
-    shapes: Shapes,
+    shapes: Mapping[str, tuple[int, ...]],
     facts: Model,
     tokenizer: TokenizerFacts,
     config: Mapping[str, Any],
-    base: Shapes | None = None,
 ) -> Vocabulary:
-    """Return the vocabulary sizes of a model, from the shapes of its tensors and its base's by key.
+    """Return the vocabulary sizes of a model, from the shapes of its tensors by key.
 
-    Raises:
-        ContractError: the output has no input embedding.
+    Raises ContractError if it has no input embedding.
     """
     embedding = shapes.get(facts.embedding)
     if embedding is None:
@@ -79,19 +73,13 @@ def vocabulary_of(
     live = f"{facts.output_embedding}.weight"
     stored = {slot.live: slot.key for slot in facts.slots if slot.is_all}
     head = shapes.get(stored.get(live, facts.aliases.get(live, live)))
-    before = (base or {}).get(facts.embedding)
-    special = {f"eos_token_id {token}": token for token in tokenizer.stops}
-    if tokenizer.pad is not None:
-        special["pad_token_id"] = tokenizer.pad
     text = config.get("text_config")
-    vocab_size = (text if isinstance(text, Mapping) else config).get("vocab_size")
+    size = (text if isinstance(text, Mapping) else config).get("vocab_size")
     return Vocabulary(
-        tokenizer=tokenizer.rows,
+        tokenizer,
         rows=embedding[0],
         head_rows=head[0] if head is not None else None,
-        base_rows=before[0] if before is not None else None,
-        config=vocab_size if isinstance(vocab_size, int) else None,
-        special=special,
+        config=size if isinstance(size, int) else None,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtypes import torch_dtype
-from tasks.weights.files.tensors import Tensor
+from tasks.weights.files.tensors import Tensor, read_all
 from tasks.weights.pickled.torch_file import read_state, read_torch_file
 
 GOOD: dict[str, Any] = {
@@ -36,8 +36,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def loaded(ref: Tensor) -> torch.Tensor:
-    (extent,) = ref.extents
-    raw = extent.path.read_bytes()[extent.start : extent.start + extent.nbytes]
+    raw = read_all(ref).tobytes()
     dtype = torch.uint16 if ref.dtype == "U16" else torch_dtype(ref.dtype)
     return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(ref.shape)
 
@@ -62,6 +61,12 @@ def test_files_beyond_4_gb(tmp_path: Path) -> None:
     assert content["a"].shape == (count,)
     assert content["a"].nbytes == 5 << 30
     assert content["b"].extents[0].start > 5 << 30
+    torch.save(torch.ones(3), tmp_path / "small.pt")
+    with path.open("r+b") as file:  # the shard of a large `.distcp` file
+        start = file.seek(0, os.SEEK_END)
+        file.write((tmp_path / "small.pt").read_bytes())
+    shard = read_torch_file(path, start, path.stat().st_size)
+    assert torch.equal(loaded(shard), torch.ones(3))
 
 
 class Attack:

@@ -102,7 +102,6 @@ FP8 = {
     "deepseek": {"quant_method": "fp8", "weight_block_size": [48, 40]},
     "static": {"quant_method": "fp8", "activation_scheme": "static"},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
-    "fbgemm": {"quant_method": "fbgemm_fp8"},
     **{
         f"compressed-{strategy}": {
             "quant_method": "compressed-tensors",
@@ -136,7 +135,7 @@ def scale_fp8(base: Path, out: Path, kind: str) -> dict[str, torch.Tensor]:
             files[key], exact[key] = tensor, tensor.double()
             continue
         rows, columns = tensor.shape
-        rows_only = kind in ("fbgemm", "compressed-channel")
+        rows_only = kind == "compressed-channel"
         high, wide = (48, 40) if blocks else (1 if rows_only else rows, columns)
         scale = torch.zeros(-(-rows // high), -(-columns // wide))
         for row in range(scale.shape[0]):

@@ -162,6 +162,8 @@ def _cast_chunk(words: NDArray[Any], source: str, result: NDArray[Any], target: 
             kernels.widen_bf16(words, wide)
         else:
             np.left_shift(words, 16, out=wide.view(np.uint32), dtype=np.uint32)
+    if wide is result:
+        return
     if target != "BF16" or source == "BF16":
         result[...] = wide
         return

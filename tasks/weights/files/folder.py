@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -111,21 +111,33 @@ def model_files(folder: Path) -> tuple[dict[str, Path], Tensors]:
     Raises ArtifactError with every problem, so a broken download needs one look.
     """
     files: dict[str, Path] = {}
-    problems = list(_config_problems(folder))
+    problems: list[str] = []
     tensors: Tensors = {}
-    beside = (CONFIG, "generation_config.json", index_of(SINGLE), *TOKENIZER, *PROCESSORS)
+    beside = (CONFIG, "generation_config.json", index_of(SINGLE), *TOKENIZERS, *PROCESSORS)
     try:
         files = {path.name: path for path in side_files(folder, beside)}
+        if CONFIG in files and "model_type" not in read_json(folder / CONFIG):
+            problems.append(f"{CONFIG} has no model_type")
     except ArtifactError as error:
-        problems.append(error.message)
+        problems.append(error.message.removeprefix(f"{folder}/"))
+    if not (folder / CONFIG).is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        kind = ": this is an adapter; name the base model it belongs to" if adapter else ""
+        problems.append(f"no {CONFIG}{kind}")
     if not any((folder / name).is_file() for name in TOKENIZERS):
         problems.append(f"no tokenizer: none of {', '.join(TOKENIZERS)}")
+    pickles = weight_files(folder, "*.bin", "*.pt", "*.pth", "*.ckpt")
     if any((folder / name).is_file() for name in (SINGLE, index_of(SINGLE))):
         others = [path.name for path in weight_files(folder, *OTHER_WEIGHTS)]
         tensors, wrong = survey(folder, SINGLE, lambda path: read_header(path).tensors, others)
         problems += wrong
+    elif pickles and not weight_files(folder, "*.safetensors"):
+        problems.append(
+            f"weights only as pickles ({pickles[0].name}), which can run code when loaded; "
+            "save them as safetensors: save_pretrained of transformers 5 does"
+        )
     else:
-        problems.append(_no_weights(folder))
+        problems.append(f"no weights: neither {SINGLE} nor {index_of(SINGLE)}")
     if problems:
         raise ArtifactError(
             f"{folder} cannot be used as a base: {first_and_more(problems)}",
@@ -134,27 +146,3 @@ def model_files(folder: Path) -> tuple[dict[str, Path], Tensors]:
         )
     paths = {extent.path for tensor in tensors.values() for extent in tensor.extents}
     return files | {path.name: path for path in sorted(paths)}, tensors
-
-
-def _config_problems(folder: Path) -> Iterator[str]:
-    if not (folder / CONFIG).is_file():
-        adapter = (folder / "adapter_config.json").is_file()
-        kind = ": this is an adapter; name the base model it belongs to" if adapter else ""
-        yield f"no {CONFIG}{kind}"
-        return
-    try:
-        if "model_type" not in read_json(folder / CONFIG):
-            yield f"{CONFIG} has no model_type"
-    except ArtifactError as error:
-        yield error.message.removeprefix(f"{folder}/")
-
-
-def _no_weights(folder: Path) -> str:
-    if strays := weight_files(folder, "*.safetensors"):
-        return f"{strays[0].name} is not {SINGLE}, and there is no {index_of(SINGLE)}"
-    if pickles := weight_files(folder, "*.bin", "*.pt", "*.pth", "*.ckpt"):
-        return (
-            f"weights only as pickles ({pickles[0].name}), which can run code when loaded; "
-            "save them as safetensors: save_pretrained of transformers 5 does"
-        )
-    return f"no weights: neither {SINGLE} nor {index_of(SINGLE)}"

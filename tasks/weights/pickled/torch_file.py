@@ -23,7 +23,7 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, TORCH_NAMES
 from tasks.weights.files.reader import index_of, read_files, weight_files
 from tasks.weights.files.tensors import Extent, Tensor, Tensors
-from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, Walker
+from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, Table, Walker
 
 MODEL = "pytorch_model.bin"
 """File name of a pickled model in transformers; the index of several files is named after it."""
@@ -229,7 +229,7 @@ class _Tensors(Walker):
         """Return the object of a call, for the few functions that state dicts need."""
         known = target.path
         if known == "collections.OrderedDict" and not args:
-            return {}
+            return Table()
         if known == "torch.Size" and len(args) == 1:
             return _sizes(args[0])
         # Optional last arguments say that values are negated or conjugated: not plain weights.

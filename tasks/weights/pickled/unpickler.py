@@ -21,6 +21,7 @@ MAX_STEPS = 20_000_000
 """Maximum number of instructions; the states of a model of 100,000 tensors have 10 million."""
 _MAX_NAME = 4096
 _MAX_KEY_BITS = 60
+_STOPS = (AttributeError, LookupError, TypeError, ValueError)
 _BYTES = frozenset(pickle.SHORT_BINBYTES + pickle.BINBYTES + pickle.BINBYTES8 + pickle.BYTEARRAY8)
 
 
@@ -46,6 +47,12 @@ class Global:
 
     path: str
 
+    def append(self, *_: Any) -> None:
+        """Refuse a change of the object, which could do anything."""
+        raise UnresolvedError(f"changes {self.path}, or calls its methods")
+
+    extend = add = __setitem__ = __setstate__ = append
+
 
 @dataclass(eq=False, slots=True)
 class Foreign:
@@ -55,6 +62,33 @@ class Foreign:
     args: tuple[Any, ...] = ()
     state: Any = None
 
+    def append(self, *_: Any) -> None:
+        """Leave out what is put into the object."""
+
+    extend = add = __setitem__ = append
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class Table(dict[Any, Any]):
+    """A dictionary whose keys take no time.
+
+    Python hashes text with a secret seed, but integers without one: a pickle could contain millions
+    of integers above 60 bits with the same hash, and a dictionary of them would take hours. Such a
+    key becomes a placeholder that equals no other.
+    """
+
+    __slots__ = ()
+
+    def __setstate__(self, _: Any) -> None:
+        """Leave out attributes, which state dicts have."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        plain = key is None or isinstance(key, str | bytes | int | float | Foreign)
+        is_large = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
+        super().__setitem__(key if plain and not is_large else Foreign("key"), value)
+
 
 _Unpickler: Any = pickle._Unpickler  # has no annotations of what a subclass needs
 
@@ -62,9 +96,8 @@ _Unpickler: Any = pickle._Unpickler  # has no annotations of what a subclass nee
 class Walker(_Unpickler):
     """The instructions of the pickle at an offset of `data`, without those that could run code.
 
-    A subclass says what persistent ids and calls stand for. `names`, `calls` (also of
-    `__setstate__`), `steps` and byte strings (`blobs`) are those so far, `at` is the offset of the
-    next byte.
+    A subclass says what persistent ids and calls stand for. `names`, `calls`, `steps` and byte
+    strings (`blobs`) are those so far, `at` is the offset of the next byte.
     """
 
     def __init__(self, data: bytes, at: int = 0) -> None:
@@ -90,7 +123,7 @@ class Walker(_Unpickler):
                     self.blobs.append(self.stack[-1])
         except PickleError:
             raise
-        except (LookupError, TypeError, ValueError, struct.error, pickle.UnpicklingError) as error:
+        except (*_STOPS, struct.error, pickle.UnpicklingError) as error:
             raise PickleError(f"damaged at byte {self.at}: {error}") from error
         raise UnresolvedError(f"more than {most} instructions")
 
@@ -205,61 +238,20 @@ class Walker(_Unpickler):
         self.stack.pop()  # named arguments
         self.load_reduce()
 
-    def load_build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Global):
-            raise UnresolvedError(f"changes {target.path} at byte {self.at}")
-        if isinstance(target, Foreign):
-            self.calls += 1
-            target.state = state
-
     # Containers
+
+    def load_empty_dict(self) -> None:
+        self.append(Table())
+
+    def load_dict(self) -> None:
+        self.metastack[-1].append(Table())  # below the mark, so that it is filled as by SETITEMS
+        self.load_setitems()
 
     def load_empty_set(self) -> None:
         self.append(Foreign("builtins.set"))
 
     def load_frozenset(self) -> None:
         self.append(Foreign("builtins.frozenset", tuple(self.pop_mark())))
-
-    def load_dict(self) -> None:
-        items = self.pop_mark()
-        self.append({})
-        self._fill(items)
-
-    def load_append(self) -> None:
-        self._fill([self.stack.pop()], list)
-
-    def load_appends(self) -> None:
-        self._fill(self.pop_mark(), list)
-
-    load_additems = load_appends
-
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._fill([key, value])
-
-    def load_setitems(self) -> None:
-        self._fill(self.pop_mark())
-
-    def _fill(self, items: list[Any], kind: type = dict) -> None:
-        """Add items, or keys and values, to the top of the stack; a foreign object stays as it is.
-
-        Python hashes text with a secret seed, but integers without one: a pickle could contain
-        millions of integers above 60 bits with the same hash, and a dictionary of them would take
-        hours. Such a key becomes a placeholder that equals no other.
-        """
-        target = self.stack[-1]
-        if isinstance(target, list) and kind is list:
-            target.extend(items)
-        elif isinstance(target, dict) and kind is dict:
-            for key, value in zip(items[::2], items[1::2], strict=True):
-                plain = key is None or isinstance(key, str | bytes | int | float | Foreign)
-                is_large = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
-                target[key if plain and not is_large else Foreign("key")] = value
-        elif isinstance(target, Global | list):
-            raise UnresolvedError(f"calls a method of a class or a list at byte {self.at}")
-        elif not isinstance(target, Foreign):
-            raise PickleError(f"fills a {type(target).__name__} at byte {self.at}")
 
 
 Walker.dispatch = {

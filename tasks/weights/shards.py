@@ -83,10 +83,12 @@ def read_partitions(root: Path) -> Partitions:
     for name, shape in shapes.items() if is_whole else ():
         at = 0
         slices[name].sort(key=lambda piece: piece[:2])
-        for start, end in [*(piece[:2] for piece in slices[name]), (prod(shape), prod(shape))]:
+        for start, end, extent in [*slices[name], (prod(shape), prod(shape), None)]:
             if start != at:
-                wrong = "no rank's file" if start > at else "two files, or beyond its end"
-                findings.append(f"{name}: elements {min(at, start)} to {max(at, start)} in {wrong}")
+                other = extent.path.name if extent else "beyond its end"
+                wrong = "no rank's file" if start > at else f"two files, once {other}"
+                text = f"{name}: elements {min(at, start)} to {max(at, start)} are in {wrong}"
+                findings.append(text)
                 break
             at = end
     if findings:

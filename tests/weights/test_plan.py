@@ -119,7 +119,7 @@ def test_all_findings_come_at_once(run: Path) -> None:
     alter_ranks(run, 2, [0], spoil)
     (run / "shards" / "rank-00007-of-00002.safetensors").write_bytes(b"")
     text = _message(run)
-    for thing in ("w is F32", "tiny is [3]", "unknown", "matrix", "rank-00007-of-00002"):
+    for thing in ("w: F32", "tiny [3]", "unknown", "matrix", "rank-00007-of-00002"):
         assert thing in text
     (run / "shards" / rank_file(1, 2)).unlink()
     assert rank_file(1, 2) in _message(run)

@@ -56,7 +56,7 @@ class Library:
         )  # fmt: skip
         for cast in (self._round, self._widen):
             cast.restype, cast.argtypes = None, [address, address, size]
-        folded = [address] * 5 + [ctypes.c_int] + [size] * 3 + [ctypes.c_float, address]
+        folded: list[Any] = [address] * 5 + [ctypes.c_int] + [size] * 3 + [ctypes.c_float, address]
         self._fold.restype, self._fold.argtypes = ctypes.c_int, folded
 
     def fold(

@@ -134,10 +134,11 @@ def _packing_4(tensors: Tensors, key: str, sides: Sequence[str]) -> dict[str, An
     states = [suffix for suffix in sides if suffix.startswith(STATE)]
     if len(states) != 1 or tensors[key + states[0]].nbytes > _MAX_STATE:
         raise ValueError(f"{len(states)} small tensors {STATE}*, expected one")
-    state = json.loads(read_all(tensors[key + states[0]]).tobytes())
+    state: Any = json.loads(read_all(tensors[key + states[0]]).tobytes())
     if not isinstance(state, dict):
         raise ValueError("quant_state is no JSON object")
-    kind, shape, blocksize = (state.get(name) for name in ("quant_type", "shape", "blocksize"))
+    values: Any = (state.get(name) for name in ("quant_type", "shape", "blocksize"))
+    kind, shape, blocksize = values
     nested = None
     if "nested_blocksize" in state:
         nested = {"blocksize": state["nested_blocksize"], "offset": state.get("nested_offset")}

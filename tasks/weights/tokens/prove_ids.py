@@ -91,7 +91,7 @@ def _compare(folder: Path, pipeline: Mapping[str, Any] | None) -> str:
 
     try:
         truth = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        loaded = None if pipeline else _loaded(folder)
+        loaded: Any = None if pipeline else _loaded(folder)
     except Exception:
         return ""  # every loader stops, and says so
     special = [token.content for token in truth.get_added_tokens_decoder().values()]

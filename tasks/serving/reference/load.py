@@ -106,7 +106,7 @@ def _fp8_weights(path: Path) -> dict[str, Any] | None:
     """Return all tensors of a model stored in fp8, decoded by torch; None for other models.
 
     transformers 5.19 decodes partial blocks wrongly or not at all. The merge decodes with other
-    code (`weights/quantized/fp8.py`), so that the one checks the other.
+    code (`weights/quantized/packed.py`), so that the one checks the other.
     """
     import torch
     from safetensors.torch import load_file

@@ -100,34 +100,23 @@ def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) ->
 
 FP8 = {
     "deepseek": {"quant_method": "fp8", "weight_block_size": [48, 40]},
-    "static": {"quant_method": "fp8", "activation_scheme": "static"},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"},
-    **{
-        f"compressed-{strategy}": {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {
-                        "num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True,
-                        "block_structure": [48, 40] if strategy == "block" else None,
-                    },
-                }
-            },
-            "ignore": ["lm_head"],
-        }
-        for strategy in ("tensor", "channel", "block")
+    "compressed": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+            }
+        },
     },
-}  # fmt: skip
-"""`quantization_config` by kind of fp8; blocks that divide no matrix of the small models."""
+}
+"""`quantization_config` by tool; blocks that divide no matrix of the small models."""
 
 
 def scale_fp8(base: Path, out: Path, kind: str) -> dict[str, torch.Tensor]:
     """Save a model in fp8 in two files; return the exact values of its tensors in fp64."""
-    fields = FP8[kind]
-    inverse = fields["quant_method"] == "fp8"
-    blocks = kind in ("deepseek", "compressed-block")
     files: dict[str, torch.Tensor] = {}
     exact: dict[str, torch.Tensor] = {}
     for key, tensor in state_of(base).items():
@@ -135,22 +124,21 @@ def scale_fp8(base: Path, out: Path, kind: str) -> dict[str, torch.Tensor]:
             files[key], exact[key] = tensor, tensor.double()
             continue
         rows, columns = tensor.shape
-        rows_only = kind == "compressed-channel"
-        high, wide = (48, 40) if blocks else (1 if rows_only else rows, columns)
+        shares = {"deepseek": (48, 40), "modelopt": (rows, columns), "compressed": (1, columns)}
+        high, wide = shares[kind]
         scale = torch.zeros(-(-rows // high), -(-columns // wide))
         for row in range(scale.shape[0]):
             for column in range(scale.shape[1]):
                 block = tensor[row * high :, column * wide :][:high, :wide]
                 scale[row, column] = block.float().abs().max() / 448
-        if kind.startswith("compressed"):
-            scale = scale.to(torch.bfloat16).float()
-        spread = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        scale = scale.to(torch.bfloat16 if kind == "compressed" else torch.float32)
+        spread = scale.float().repeat_interleave(high, 0)[:rows]
+        spread = spread.repeat_interleave(wide, 1)[:, :columns]
         files[key] = (tensor.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
         exact[key] = files[key].double() * spread.double()
-        stored = scale if blocks or rows_only else scale.reshape(())
-        stored = stored.to(torch.bfloat16) if kind.startswith("compressed") else stored
-        files[key + ("_scale_inv" if inverse else "_scale")] = stored.contiguous()
-        if kind in ("static", "modelopt"):
+        name = f"{key}_scale_inv" if kind == "deepseek" else f"{key}_scale"
+        files[name] = scale.reshape(()) if kind == "modelopt" else scale
+        if kind == "modelopt":
             files[key.removesuffix("weight") + "input_scale"] = torch.tensor(0.5)
     shutil.copytree(base, out, ignore=lambda *_: ["model.safetensors", "manifest.json"])
     names = {key: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, key in enumerate(files)}
@@ -158,5 +146,5 @@ def scale_fp8(base: Path, out: Path, kind: str) -> dict[str, torch.Tensor]:
         save_file({k: v for k, v in files.items() if names[k] == name}, out / name)
     (out / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     config = json.loads((base / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "quantization_config": fields}))
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": FP8[kind]}))
     return exact

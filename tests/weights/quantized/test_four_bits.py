@@ -59,12 +59,6 @@ def nf4(tmp_path_factory: pytest.TempPathFactory, qwen: Artifact) -> Path:
     return root
 
 
-@pytest.fixture
-def damaged(nf4: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
-    return Path(shutil.copytree(nf4, tmp_path / "copy"))
-
-
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -191,7 +185,10 @@ def test_every_damage_is_refused_by_the_name_of_its_matrix(nf4: Path, tmp_path: 
         assert all(line.startswith(Q_PROJ) for line in caught.value.details), number
 
 
-def test_other_ways_of_storing_are_refused_by_name(damaged: Path, qwen: Artifact) -> None:
+def test_other_ways_of_storing_are_refused_by_name(
+    nf4: Path, tmp_path: Path, qwen: Artifact
+) -> None:
+    damaged = Path(shutil.copytree(nf4, tmp_path / "copy"))
     path = damaged / "config.json"
     config = json.loads(path.read_text())
     plain = {key: value for key, value in config.items() if key != "quantization_config"}

@@ -75,7 +75,8 @@ def read_zero(folder: Path) -> ZeroCheckpoint:
     root = find_step(folder)
     if (root / "zero").is_dir():
         raise ArtifactError(
-            f"{root}: a universal checkpoint of DeepSpeed, which is not read",
+            f"{root}: a universal checkpoint, which only DeepSpeed reads",
+            details=["a universal checkpoint: give the checkpoint that it was converted from"],
             hint="source=<the checkpoint that it was converted from>",
         )
     findings: list[str] = []

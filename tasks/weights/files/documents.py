@@ -81,20 +81,14 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def artifact_name(root: Path) -> tuple[str, str]:
-    """Return kind and key of the artifact in a folder; ("", "") if it is not one of ours.
-
-    A manifest lists every tensor, so it is not parsed again for every file of its folder.
-    """
-    try:
-        changed = (root / MANIFEST).stat().st_mtime_ns
-    except OSError:
-        return "", ""
-    return _artifact_name(root, changed)
+    """Return kind and key of the artifact in a folder; ("", "") if it is not one of ours."""
+    path = root / MANIFEST
+    return _artifact_name(path, path.stat().st_mtime_ns) if path.is_file() else ("", "")
 
 
-@lru_cache(maxsize=16)
-def _artifact_name(root: Path, changed: int) -> tuple[str, str]:
-    manifest = own_manifest(optional_json(root / MANIFEST))
+@lru_cache(maxsize=16)  # a manifest lists every tensor: not parsed again for every file
+def _artifact_name(path: Path, changed: int) -> tuple[str, str]:
+    manifest = own_manifest(optional_json(path))
     return str(manifest.get("kind", "")), str(manifest.get("key", ""))
 
 

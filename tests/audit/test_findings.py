@@ -169,10 +169,6 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
         {"BAD_HEADER": "error"}
     ),
     # Keys
-    "an adapter without its prefix": (
-        adapter(named(lambda key: key.removeprefix("base_model.model."))),
-        {"PEFT_RESIDUE": "error"}
-    ),
     # Heads
     "a critic of OpenRLHF": (
         model(scored(), architectures=["CriticModel"], num_labels=1), {"HEAD_UNUSABLE": "error"}
@@ -182,7 +178,6 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
               architectures=CLASSIFIER, num_labels=1),
         {"EMPTY_TENSOR": "error", "HEAD_UNUSABLE": "error"}
     ),
-    "a tensor of zeros": (model(put(down=0)), {"CONSTANT_ROWS": "error"}),
     "constant rows": (model(put(up=(5, 0.25))), {"CONSTANT_ROWS": "warning"}),
     "a reward adapter of OpenRLHF without its head": (
         adapter(task_type=None, auto_mapping=OPENRLHF), {"HEAD_MISSING": "error"}

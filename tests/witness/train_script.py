@@ -30,43 +30,27 @@ ROWS = [
 ]
 
 
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "zero_allow_untested_optimizer": True,
+    # or nothing is saved
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+}
+
+
 def lora(task: str = "CAUSAL_LM") -> LoraConfig:
     """Return an adapter that differs from the base from the first step on."""
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=task)
 
 
-def sharded(kind: str) -> dict[str, Any]:
-    """Return the training arguments of a sharding."""
-    if kind == "zero3":
-        return {
-            "deepspeed": {
-                "train_micro_batch_size_per_gpu": "auto",
-                "train_batch_size": "auto",
-                "zero_allow_untested_optimizer": True,
-                "zero_optimization": {
-                    "stage": 3,
-                    "stage3_gather_16bit_weights_on_model_save": True,  # or nothing is saved
-                },
-            }
-        }
-    return {}
-
-
-def arguments(out: str, sharding: str, **more: Any) -> dict[str, Any]:
+def arguments(out: str, **more: Any) -> dict[str, Any]:
     """Return what every trainer gets."""
     return {
-        "output_dir": out,
-        "max_steps": 2,
-        "save_steps": 1,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 0.02,
-        "report_to": [],
-        "use_cpu": True,
-        "seed": 3,
-        "logging_steps": 1,
-        **sharded(sharding),
+        "output_dir": out, "max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2,
+        "learning_rate": 0.02, "report_to": [], "use_cpu": True, "seed": 3, "logging_steps": 1,
         **more,
-    }
+    }  # fmt: skip
 
 
 def plain_trainer(kind: str, base: str, out: str, sharding: str) -> Any:
@@ -91,7 +75,9 @@ def plain_trainer(kind: str, base: str, out: str, sharding: str) -> Any:
         # in the tree.
         deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed("gloo")
-    settings = TrainingArguments(**arguments(out, sharding))  # before the model: ZeRO-3 needs it
+    # Before the model: ZeRO-3 needs it.
+    more = {"deepspeed": ZERO3} if sharding == "zero3" else {}
+    settings = TrainingArguments(**arguments(out, **more))
     quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = AutoModelForCausalLM.from_pretrained(
         base, quantization_config=quantized if kind == "qlora" else None
@@ -105,31 +91,27 @@ def plain_trainer(kind: str, base: str, out: str, sharding: str) -> Any:
     return Trainer(model=model, args=settings, train_dataset=rows, **named)
 
 
-def of_trl(kind: str, base: str, out: str, sharding: str) -> Any:
+def of_trl(kind: str, base: str, out: str) -> Any:
     """Return a trainer of TRL with an adapter."""
     import trl
 
-    shared = arguments(out, sharding, bf16=False)
+    shared = arguments(out)
+    prompts = [row["prompt"] for row in ROWS]
+    answers, worse = [row["completion"] for row in ROWS], [row["rejected"] for row in ROWS]
     if kind == "sft":
-        rows = Dataset.from_list([{k: row[k] for k in ("prompt", "completion")} for row in ROWS])
-        return trl.SFTTrainer(
-            base, args=trl.SFTConfig(**shared), train_dataset=rows, peft_config=lora()
-        )
+        rows = Dataset.from_dict({"prompt": prompts, "completion": answers})
+        settings = trl.SFTConfig(**shared, bf16=False)
+        return trl.SFTTrainer(base, args=settings, train_dataset=rows, peft_config=lora())
     if kind == "grpo":
-        rows = Dataset.from_list([{"prompt": row["prompt"]} for row in ROWS])
-        settings = trl.GRPOConfig(**shared, num_generations=2, max_completion_length=6)
+        rows = Dataset.from_dict({"prompt": prompts})
+        settings = trl.GRPOConfig(**shared, bf16=False, num_generations=2, max_completion_length=6)
         return trl.GRPOTrainer(
             base,
             reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
             args=settings, train_dataset=rows, peft_config=lora(),
         )  # fmt: skip
-    rows = Dataset.from_list(
-        [
-            {"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["rejected"]}
-            for row in ROWS
-        ]
-    )
-    settings = trl.RewardConfig(**shared)
+    rows = Dataset.from_dict({"prompt": prompts, "chosen": answers, "rejected": worse})
+    settings = trl.RewardConfig(**shared, bf16=False)
     return trl.RewardTrainer(base, args=settings, train_dataset=rows, peft_config=lora("SEQ_CLS"))
 
 
@@ -138,8 +120,8 @@ def main() -> None:
     kind, base, out, sharding = [*sys.argv[1:], "none"][:4]
     torch.set_num_threads(1)
     set_seed(3)  # an adapter starts with random numbers
-    make = plain_trainer if kind in ("full", "lora", "qlora") else of_trl
-    trainer = make(kind, base, out, sharding)
+    is_plain = kind in ("full", "lora", "qlora")
+    trainer = plain_trainer(kind, base, out, sharding) if is_plain else of_trl(kind, base, out)
     trainer.train()
     if sharding == "zero3":  # or the record would be of an engine that shards nothing
         assert all(hasattr(weight, "ds_status") for weight in trainer.model.parameters())

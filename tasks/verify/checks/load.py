@@ -10,7 +10,8 @@ leak           base and adapters by turns (vLLM issues 42008 and 49063)
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ def batching(asked: Asked) -> Row:
     alone = score(asked.server, asked.model, sequences, workers=1)
     copies = -(-CROWD // len(sequences))
     crowd = score(asked.server, asked.model, sequences * copies, workers=CROWD)
+    moved = _changes(_flat(alone * copies), _flat(crowd))
     text = f"alone and beside {CROWD - 1} other requests"
-    moved = _changes(_pairs(alone * copies, crowd))
     return _judged(asked, "batching", "batch-variance", moved, text)
 
 
@@ -55,14 +56,12 @@ def prefix_cache(asked: Asked) -> Row:
     length = min(_CACHED, (asked.length(model) or _CACHED) - 2)
     prompts = [_shuffled(asked, length) for _ in range(_PROMPTS)]
     first, again = (server.next(model, prompts, workers=1) for _ in range(2))
-    pairs = [*zip(first, again, strict=True)]
-    try:  # prompt log-probabilities are computed without a cache
+    with suppress(UnsupportedError):  # prompt log-probabilities are computed without a cache
         scored = server.score(model, [[*prompt, prompt[0]] for prompt in prompts])
-        pairs += zip((scores[-1] for scores in scored), again, strict=True)
-    except UnsupportedError:
-        pass
+        first, again = [*first, *(scores[-1] for scores in scored)], again * 2
     text = f"prompts of {length} tokens asked again"
-    return _judged(asked, "prefix-cache", "prefix-cache", _changes(pairs), text, tokens=length)
+    moved = _changes(first, again)
+    return _judged(asked, "prefix-cache", "prefix-cache", moved, text, tokens=length)
 
 
 def long_prompts(asked: Asked) -> Row:
@@ -78,32 +77,34 @@ def long_prompts(asked: Asked) -> Row:
     places = np.linspace(_FROM - 1, size - 2, _LONG_POSITIONS).round().astype(int).tolist()
     (scored,) = server.score(model, [sequence])
     generated = server.next(model, [sequence[: at + 1] for at in places], workers=1)
-    pairs = [(scored[at], entry) for at, entry in zip(places, generated, strict=True)]
+    moved = _changes([scored[at] for at in places], generated)
     text = f"prompt log-probabilities and generation between {_FROM} and {size} tokens"
-    return _judged(asked, name, name, _changes(pairs), text, positions=len(places))
+    return _judged(asked, name, name, moved, text, positions=len(places))
 
 
-def _changes(pairs: Iterable[tuple[Entry, Entry]]) -> NDArray[np.float64]:
-    """Return the change of each pair of which both sides list several ids: about KL(a || b), nats.
+def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> NDArray[np.float64]:
+    """Return about KL(before || after) of each position where both list several ids, in nats.
 
-    An id that the second lacks is taken to be unchanged, as far as its list allows: no other id is
+    An id that `after` lacks is taken to be unchanged, as far as its list allows: no other id is
     more likely than its last but one. The last may be the sequence's own token.
     """
     changes = []
-    for before, after in pairs:
-        if min(len(before.ids), len(after.ids)) > 1:
-            known = dict(zip(after.ids.tolist(), after.logprobs.tolist(), strict=True))
-            bound = np.minimum(before.logprobs, after.logprobs[-2:].max())
-            ids = enumerate(before.ids.tolist())
-            q = np.exp(np.array([known.get(token, bound[at]) for at, token in ids], np.float64))
-            p = np.exp(before.logprobs.astype(np.float64))
+    for (ids, old), (others, new) in zip(before, after, strict=True):
+        if min(len(ids), len(others)) > 1:
+            known = dict(zip(others.tolist(), new.tolist(), strict=True))
+            bound = np.minimum(old, new[-2:].max())
+            q = np.array([known.get(token, bound[at]) for at, token in enumerate(ids.tolist())])
+            p, q = np.exp(old.astype(np.float64)), np.exp(q.astype(np.float64))
             changes.append(float(kl_by_position(p[None], q[None])[0]))
     return np.array(changes)
 
 
-def _pairs(before: Sequence[Scores], after: Sequence[Scores]) -> Iterator[tuple[Entry, Entry]]:
-    for x, y in zip(before, after, strict=True):
-        yield from zip(x, y, strict=True)
+def _flat(scores: Sequence[Scores]) -> list[Entry]:
+    return [entry for each in scores for entry in each]
+
+
+def _mean(moved: NDArray[np.float64]) -> float:
+    return float(moved.mean()) if moved.size else 0.0
 
 
 def _exceeds(moved: NDArray[np.float64], limit: DriftLimit) -> bool:
@@ -155,24 +156,23 @@ def leak(asked: Asked) -> Row:
     if len(names) < 2:
         return Row("leak", "unknown", "the server has no second model to mix it up with")
     sequences = _beginnings(asked, 1 if asked.is_slow else 4)
-    alone = {name: score(asked.server, name, sequences, workers=1) for name in names}
-    apart = max(_mean(alone[names[0]], alone[name]) for name in names[1:])
+    alone = {name: _flat(score(asked.server, name, sequences, workers=1)) for name in names}
+    apart = max(_mean(_changes(alone[names[0]], alone[name])) for name in names[1:])
     measured: dict[str, float | str] = {"models": len(names), "apart": apart}
     if apart <= limit.mean_kl:
-        reason = f"models of this server answer alike ({apart:.1e} nats): a leak is invisible"
-        return Row("leak", "unknown", reason, measured)
-    limits, worst = {}, 0.0
+        text = f"models of this server answer alike ({apart:.1e} nats): a leak is invisible"
+        return Row("leak", "unknown", text, measured)
+    limits = {f"kl_{crowd}": limit.mean_kl for crowd in CROWDS}
     for crowd in CROWDS:
         mixed = _interleaved(asked, names, sequences, crowd)
-        moved = {name: _mean(alone[name], mixed[name]) for name in names}
-        measured[f"kl_{crowd}"], limits[f"kl_{crowd}"] = max(moved.values()), limit.mean_kl
-        worst = max(worst, *moved.values())
+        moved = {name: _changes(alone[name], mixed[name]) for name in names}
+        measured[f"kl_{crowd}"] = max(map(_mean, moved.values()))
         for name in names:
-            if _exceeds(_changes(_pairs(alone[name], mixed[name])), limit):
-                nearest = min(names, key=lambda other: _mean(alone[other], mixed[name]))
+            if _exceeds(moved[name], limit):
+                near = {other: _mean(_changes(alone[other], mixed[name])) for other in names}
                 text = (
-                    f"{name} answers {moved[name]:.2e} nats apart from itself beside requests for "
-                    f"other models, {crowd} at a time, nearest to {nearest}"
+                    f"{name} answers {near[name]:.2e} nats apart from itself beside requests for "
+                    f"other models, {crowd} at a time, nearest to {min(near, key=near.__getitem__)}"
                 )
                 return Row("leak", "fault", text, measured, _mixed(parents, name), limits)
     prompt = sequences[0][: _LENGTH // 2]
@@ -183,23 +183,23 @@ def leak(asked: Asked) -> Row:
         if _parted(asked, name, prompt, responses[name], made):
             text = f"{name} generates other tokens beside requests for other models"
             return Row("leak", "fault", text, measured, _mixed(parents, name), limits)
-    text = f"{', '.join(names)} by turns, up to {CROWD} at a time: {worst:.1e} nats apart"
+    text = f"{', '.join(names)} answer by turns, up to {CROWD} at a time, as they do alone"
     return Row("leak", "ok", text, measured, limit=limits)
 
 
 def _interleaved(
     asked: Asked, names: Sequence[str], sequences: Sequence[Sequence[int]], crowd: int
-) -> Mapping[str, list[Scores]]:
+) -> Mapping[str, list[Entry]]:
     """Score all sequences with all models by turns; return the last answer of each."""
-    jobs = [(name, at) for at in range(len(sequences)) for name in names]
+    jobs = [(name, ids) for ids in sequences for name in names]
     jobs = jobs * -(-crowd // len(jobs))
 
-    def ask(job: tuple[str, int]) -> Scores:
+    def ask(job: tuple[str, Sequence[int]]) -> Scores:
         # These may use a prompt cache, as the requests of users do.
-        return score(asked.server, job[0], [sequences[job[1]]], workers=1, cache=True)[0]
+        return score(asked.server, job[0], [job[1]], workers=1, cache=True)[0]
 
     by_job = dict(zip(jobs, parallel(ask, jobs, crowd), strict=True))
-    return {name: [by_job[name, at] for at in range(len(sequences))] for name in names}
+    return {name: _flat([by_job[name, ids] for ids in sequences]) for name in names}
 
 
 def _parted(
@@ -241,11 +241,6 @@ def _shuffled(asked: Asked, size: int) -> list[int]:
     """Return tokens of the probes in an order that no server has seen."""
     tokens = [token for ids in asked.reference.sequences for token in ids]
     return [random.choice(tokens) for _ in range(size)]
-
-
-def _mean(before: Sequence[Scores], after: Sequence[Scores]) -> float:
-    moved = _changes(_pairs(before, after))
-    return float(moved.mean()) if moved.size else 0.0
 
 
 def _mixed(parents: Mapping[str, str | None], name: str) -> tuple[Cause, ...]:

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from functools import cached_property
 
-from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import PROFILES, DriftLimit
 from tasks.drift.share import TOLERANCE, WIDEST, Share, adapter_share
 from tasks.drift.verdict import limit_in
@@ -35,15 +34,12 @@ class Asked:
         model: str,
         base: str | None,
         reference: Reference,
-        profile: str | DriftLimit = "standard",
+        profile: DriftLimit = PROFILES["standard"],
         *,
         positions: int = SAMPLED,
     ) -> None:
-        if isinstance(profile, str) and profile not in PROFILES:
-            raise ConfigError(f"no profile {profile!r}", hint=f"one of {', '.join(PROFILES)}")
         self.server, self.reference = server, reference
-        self.model, self.base = model, base
-        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
+        self.model, self.base, self.profile = model, base, profile
         self._positions = positions
         self._scores: dict[str, list[Scores]] = {}
         self._aligned: dict[str, Aligned] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.drift.fingerprint import PROFILES
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
 from tasks.verify.checks.prompt import context, eos, template, tokens
@@ -87,7 +88,8 @@ def verify(
     `profile` is a key of `tasks.drift.fingerprint.PROFILES`.
     """
     began = time.perf_counter()
-    checks = run_checks(Asked(server, target.model, target.base, reference, profile), only)
+    asked = Asked(server, target.model, target.base, reference, PROFILES[profile])
+    checks = run_checks(asked, only)
     step = reference.facts.get("step")
     about = f"{len(reference.probes)} probes" + (f", step {step}" if step is not None else "")
     return Report(

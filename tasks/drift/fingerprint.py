@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -274,21 +274,19 @@ def steps_in(reference: Fingerprint, dtype: str | None) -> NDArray[np.float64] |
 
 
 def agreeing(
-    reference: Fingerprint, new: Fingerprint, dtype: str | None = None
+    reference: Fingerprint, top1: NDArray[Any], dtype: str | None = None, least: float = 0.0
 ) -> NDArray[np.bool_]:
     """Return, for each position, True if the top tokens agree within rounding; shape (N,).
 
     The module docstring has the rule. A token outside the reference's ids never agrees, unless it
     is the reference's own top token. `dtype` is the dtype (torch name) that the new engine is known
-    to compute in.
+    to compute in; tokens closer than `least` (nats) are a tie in any case.
     """
-    best = reference.logprobs.max(axis=1)
-    at_id = np.where(reference.ids == new.top1[:, None], reference.logprobs, -np.inf).max(axis=1)
-    behind = best - at_id
-    tied = behind == 0
-    if (steps := steps_in(reference, dtype)) is not None:
-        tied |= behind < TIE_STEPS * steps
-    return tied | (reference.top1 == new.top1)
+    at_id = np.where(reference.ids == top1[:, None], reference.logprobs, -np.inf).max(axis=1)
+    behind, steps = reference.logprobs.max(axis=1) - at_id, steps_in(reference, dtype)
+    tie = np.maximum(least, 0.0 if steps is None else TIE_STEPS * steps)
+    agree: NDArray[np.bool_] = (behind == 0) | (behind < tie) | (reference.top1 == top1)
+    return agree
 
 
 def by_context(
@@ -305,9 +303,8 @@ def by_context(
     if not known.any():
         return float("nan")
     numbers = contexts(probes)[known]
-    count = np.bincount(numbers)
-    agreeing = np.bincount(numbers, weights=agree[known])
-    return float((agreeing[count > 0] / count[count > 0]).mean())
+    _, each, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+    return float((np.bincount(each, weights=agree[known]) / counts).mean())
 
 
 def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) -> Drift:
@@ -327,7 +324,7 @@ def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) ->
         mean_kl=float(kl.mean()),
         p95_kl=float(np.quantile(kl, 0.95)),
         max_kl=float(kl.max()),
-        top1_agreement=by_context(reference.probes, agreeing(reference, new, dtype)),
+        top1_agreement=by_context(reference.probes, agreeing(reference, new.top1, dtype)),
         median_kl=float(np.median(kl)),
     )
 

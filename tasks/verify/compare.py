@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.drift.fingerprint import TIE_STEPS, Drift, DriftLimit, Fingerprint, by_context, steps_in
+from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, agreeing, by_context, steps_in
 from tasks.verify.servers.server import Scores
 from tasks.witness.plumbline_witness.prints import kl_by_position
 
@@ -104,32 +104,19 @@ def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Dist
     listed = np.where(np.isnan(served.logprobs), -np.inf, reference.logprobs)[measured]
     first, last = _mean(kl[place < length / 3]), _mean(kl[place >= 2 * length / 3])
     known = kl[measured]
+    # Two standard deviations of the difference of two tokens under noise of KL = variance / 2.
+    agree = agreeing(reference, served.top1, "bfloat16", 4 * limit.mean_kl**0.5)
     return Distance(
         mean_kl=float(known.mean()),
         p95_kl=float(np.quantile(known, 0.95)),
         max_kl=float(known.max()),
         median_kl=float(np.median(known)),
-        top1_agreement=_agreement(reference, served, limit),
+        top1_agreement=by_context(reference.probes, agree, served.top1 >= 0),
         kl=kl,
         mass=float(np.exp(listed).sum(1).mean()),
         first_kl=_mean(kl[place == 0]),
         growth=last / max(first, 1e-12),
     )
-
-
-def _agreement(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> float:
-    """Return the share of distinct contexts in which the top tokens agree; NaN if none is known.
-
-    Ties are tokens within two rounding steps of bf16, or closer than two standard deviations of the
-    difference of two tokens under noise that the limit allows: KL = variance / 2.
-    """
-    best = reference.logprobs.max(1)
-    at_id = np.where(reference.ids == served.top1[:, None], reference.logprobs, -np.inf).max(1)
-    tie = np.full(len(best), 2 * np.sqrt(2) * np.sqrt(2 * limit.mean_kl))
-    if (steps := steps_in(reference, "bfloat16")) is not None:
-        tie = np.maximum(tie, TIE_STEPS * steps)
-    agree = (best - at_id < tie) | (served.top1 == reference.top1)
-    return by_context(reference.probes, agree, served.top1 >= 0)
 
 
 def _mean(values: NDArray[Any]) -> float:

@@ -320,13 +320,14 @@ def drift(reference: Fingerprint, new: Fingerprint, dtype: str | None = None) ->
                 f"the {side.engine} fingerprint holds values that are not log-probabilities"
             )
     kl = kl_by_position(*(np.exp(side.logprobs.astype(np.float64)) for side in (reference, new)))
-    return Drift(
-        mean_kl=float(kl.mean()),
-        p95_kl=float(np.quantile(kl, 0.95)),
-        max_kl=float(kl.max()),
-        top1_agreement=by_context(reference.probes, agreeing(reference, new.top1, dtype)),
-        median_kl=float(np.median(kl)),
-    )
+    agree = agreeing(reference, new.top1, dtype)
+    return Drift(**kl_numbers(kl), top1_agreement=by_context(reference.probes, agree))
+
+
+def kl_numbers(kl: NDArray[np.float64]) -> dict[str, float]:
+    """Return the numbers of a `Drift` about the KL by position."""
+    numbers = {"mean_kl": kl.mean(), "p95_kl": np.quantile(kl, 0.95), "max_kl": kl.max()}
+    return {name: float(value) for name, value in {**numbers, "median_kl": np.median(kl)}.items()}
 
 
 def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrift:

@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, agreeing, by_context, steps_in
+from tasks.drift.fingerprint import (
+    Drift,
+    DriftLimit,
+    Fingerprint,
+    agreeing,
+    by_context,
+    kl_numbers,
+    steps_in,
+)
 from tasks.verify.servers.server import Scores
 from tasks.witness.plumbline_witness.prints import kl_by_position
 
@@ -103,14 +111,10 @@ def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Dist
     length: NDArray[Any] = np.repeat(sizes, sizes)
     listed = np.where(np.isnan(served.logprobs), -np.inf, reference.logprobs)[measured]
     first, last = _mean(kl[place < length / 3]), _mean(kl[place >= 2 * length / 3])
-    known = kl[measured]
     # Two standard deviations of the difference of two tokens under noise of KL = variance / 2.
     agree = agreeing(reference, served.top1, "bfloat16", 4 * limit.mean_kl**0.5)
     return Distance(
-        mean_kl=float(known.mean()),
-        p95_kl=float(np.quantile(known, 0.95)),
-        max_kl=float(known.max()),
-        median_kl=float(np.median(known)),
+        **kl_numbers(kl[measured]),
         top1_agreement=by_context(reference.probes, agree, served.top1 >= 0),
         kl=kl,
         mass=float(np.exp(listed).sum(1).mean()),

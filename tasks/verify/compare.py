@@ -79,9 +79,9 @@ def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
         if not len(ids):
             continue
         measured[at] = True
-        shared, here, there = np.intersect1d(ids, reference.ids[at], return_indices=True)
+        here, there = np.nonzero(ids[:, None] == reference.ids[at])
         logprobs[at, there] = values[here]
-        mass[at] = np.exp(values[~np.isin(ids, shared)]).sum()
+        mass[at] = np.exp(np.delete(values, here)).sum()
         others = values[ids != own]  # the own token may have a lower rank than the others
         if len(others):
             floor[at], top1[at] = others.min(), ids[values.argmax()]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -108,14 +108,6 @@ def _of_last_token(measured: Fingerprint, rows: NDArray[np.float32]) -> bool:
 
 
 @dataclass(frozen=True)
-class RewardLimit:
-    """Limits of a drift profile for reward models."""
-
-    difference: float  # highest mean absolute difference, in std of the reference scores
-    order: float  # lowest share of pairs of texts that both models rank in the same order
-
-
-@dataclass(frozen=True)
 class DriftLimit:
     """Limits of a drift profile.
 
@@ -126,7 +118,10 @@ class DriftLimit:
     mean_kl: float  # highest mean KL, in nats
     p95_kl: float  # highest 95th percentile of the KL, in nats
     top1_agreement: float
-    rewards: RewardLimit = field(default_factory=lambda: RewardLimit(difference=0.03, order=0.97))
+    # of reward models: highest mean absolute difference, in std of the reference scores; lowest
+    # share of pairs of texts that both rank in the same order
+    difference: float = 0.03
+    order: float = 0.97
     kept: float = 0.9  # least share of an adapter's update that a merge has to keep
     share: float = 0.1  # largest distance from 1 of the share of an adapter that answers
     # True for a mixture of experts, whose mean is held by the few positions where equal routers
@@ -136,11 +131,9 @@ class DriftLimit:
 
 
 PROFILES = {
-    "strict": DriftLimit(1e-4, 5e-4, 0.99, rewards=RewardLimit(difference=0.01, order=0.99)),
+    "strict": DriftLimit(1e-4, 5e-4, 0.99, difference=0.01, order=0.99),
     "standard": DriftLimit(1e-3, 5e-3, 0.97),
-    "relaxed": DriftLimit(
-        1e-2, 5e-2, 0.95, rewards=RewardLimit(difference=0.1, order=0.95), kept=0.0, share=0.5
-    ),
+    "relaxed": DriftLimit(1e-2, 5e-2, 0.95, difference=0.1, order=0.95, kept=0.0, share=0.5),
 }
 QUANTIZED = {
     "int8": DriftLimit(1e-2, 5e-2, 0.95, share=0.5),
@@ -154,7 +147,7 @@ _FORMATS = {
     "gguf:f16": "standard", "gguf:bf16": "standard", "gguf:q8_0": "int8", "gguf:q6_k": "int8",
     "gguf:q5_k_m": "fp8", "gguf:q4_k_m": "int4",
 }  # fmt: skip
-EXACT = DriftLimit(1e-5, 1e-4, 0.99, rewards=RewardLimit(difference=1e-3, order=0.99))
+EXACT = DriftLimit(1e-5, 1e-4, 0.99, difference=1e-3, order=0.99)
 """Limits for hand-offs that change no number, only the files: trained -> gathered."""
 
 
@@ -242,10 +235,10 @@ class RewardDrift(_Limited):
 
     def terms(self, limit: DriftLimit, noise: float | None = None) -> list[Term]:
         """Return the numbers with their limits; the noise is in scores."""
-        name, most = "mean difference", limit.rewards
+        name = "mean difference"
         terms = [
-            Term(name, self.mean_difference, most.difference),
-            Term("pairs in the same order", self.same_order, most.order, ">="),
+            Term(name, self.mean_difference, limit.difference),
+            Term("pairs in the same order", self.same_order, limit.order, ">="),
         ]
         if noise is not None:
             by_noise = 2 * noise / self.unit

@@ -18,7 +18,6 @@ from tasks.drift.fingerprint import (
     DriftLimit,
     Fingerprint,
     RewardDrift,
-    RewardLimit,
     ScorePrint,
     drift,
     score_drift,
@@ -104,9 +103,9 @@ def limit_in(profile: DriftLimit, reference: Print, dtype: str) -> DriftLimit:
 def limit_of_scores(live: ScorePrint, new: ScorePrint, limit: DriftLimit) -> DriftLimit:
     """Return the limits for scores of the same weights on other hardware: never stricter."""
     noise = FORMAT_FACTOR * max(live.noise or 0.0, new.noise or 0.0)
-    difference = max(limit.rewards.difference, noise / score_drift(live, new).unit)
-    order = min(limit.rewards.order, PROFILES["standard"].rewards.order)
-    return replace(limit, rewards=RewardLimit(difference, order))
+    difference = max(limit.difference, noise / score_drift(live, new).unit)
+    order = min(limit.order, PROFILES["standard"].order)
+    return replace(limit, difference=difference, order=order)
 
 
 def verdict(

@@ -108,9 +108,9 @@ def test_repeat_noise_widens_the_limit_of_scores_and_never_narrows_it() -> None:
     assert not verdict(drifted, EXACT).ok
     assert verdict(drifted, limit(0.01, None)).ok
     assert not verdict(drifted, limit(0.002, None)).ok
-    wide = limit(0.005, 0.01).rewards
+    wide = limit(0.005, 0.01)
     assert wide.difference == pytest.approx(3 * 0.01 / drifted.unit)
-    assert limit(0.0, None).rewards.difference == EXACT.rewards.difference
+    assert limit(0.0, None).difference == EXACT.difference
 
 
 COARSE = FormatNoise(mean_kl=2e-3, p95_kl=7e-3, median_kl=1e-3, top1_agreement=0.98)

@@ -86,11 +86,10 @@ class OnlineTrainer:
         self.rollout_engine.sync_weights()
         if progress.before is None:
             progress.before = self.evaluate("before")
-        saver = saving.Saver(setup.engine, setup.job, setup.ranks, setup.others)
         while progress.step < last and not has_stopped(progress, settings.evaluate):
             self._note(self.iterate(progress.step + 1))
             if evaluate_if_due(progress, settings, last, self.evaluate):
-                self._save(saver)
+                self._save()
         return self._leave()
 
     def iterate(self, iteration: int) -> dict[str, float]:
@@ -164,9 +163,10 @@ class OnlineTrainer:
         if self.setup.ranks.first and shown:
             emit("step", **record)
 
-    def _save(self, saver: saving.Saver) -> None:
+    def _save(self) -> None:
+        setup = self.setup
         with self._states_on_device():
-            saver.save(self.progress)
+            saving.save(setup.engine, setup.job, setup.ranks, self.progress, setup.others)
         if self.states.away:
             self.rollout_engine.sync_weights()
 

@@ -9,7 +9,7 @@ its supervised tokens (or scores), a loss into a number that is a part of the wh
     output = Output(engine(row=row))                              model/packed_model
     loss, metrics = objective.loss(output, row, totals)           losses
     accumulate(engine, ranks, rows, loss_of); take(engine)        loop, shared with online RL
-    Saver(engine, job, ranks).save(progress); restore(engine, job)   engine/saving
+    save(engine, job, ranks, progress); restore(engine, job)      engine/saving
 
 Who calls them: `entry` starts a rank, `run.train_with` loads and writes (`outputs`), `loop.Trainer`
 takes the steps with `passes` and `selection` (best evaluation, early stopping). `job` has settings

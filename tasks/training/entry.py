@@ -47,9 +47,8 @@ def _run(job_path: str, module: str) -> int:
     from tasks.training.engine.deepspeed_engine import Ranks
     from tasks.training.engine.failure import collective_timeout_s, explain
 
-    train_with = importlib.import_module(module).train_with
+    train_with, launch = importlib.import_module(module).train_with, job.settings.launch
     try:
-        launch = job.settings.launch
         ranks = Ranks(
             timeout_s=collective_timeout_s(job),
             device=launch.device,
@@ -59,16 +58,9 @@ def _run(job_path: str, module: str) -> int:
         ranks.barrier()
         ranks.leave()
     except Exception as error:
-        explained = explain(error, job, rank)
-        if explained is None:
+        if (explained := explain(error, job, rank)) is None:
             raise
-        emit(
-            "failure",
-            error=type(explained).__name__,
-            message=explained.message,
-            details=list(explained.details),
-            hint=explained.hint,
-            rank=rank,
-        )
+        about = {"message": explained.message, "details": list(explained.details)}
+        emit("failure", error=type(explained).__name__, **about, hint=explained.hint, rank=rank)
         return DELIBERATE
     return 0

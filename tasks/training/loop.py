@@ -63,11 +63,10 @@ class Trainer:
             emit("plan", steps=order.steps, epochs=epochs, taken=progress.step)
         if progress.before is None:
             progress.before = self.evaluate("before")
-        saver = saving.Saver(self.passes.engine, self.job, ranks)
         while progress.step < order.steps and not has_stopped(progress, settings.evaluate):
             self._note(self.step(progress.step + 1, order), last=order.steps)
             if evaluate_if_due(progress, settings, order.steps, self.evaluate):
-                saver.save(progress)
+                saving.save(self.passes.engine, self.job, ranks, progress)
         best = best_to_load(progress, settings.evaluate)
         if best is None:
             return {k: v for k, v in progress.evaluations[-1].items() if k != "step"}

@@ -27,8 +27,8 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     if settings.launch.nodes > 1:
         require_same_versions(ranks)
     chosen = objective(settings.objective, vars(settings.loss))
-    universal = job.universal is not None
-    config = deepspeed_config(settings, ranks.world_size, gpu=ranks.gpu, universal=universal)
+    how = {"gpu": ranks.gpu, "universal": job.universal is not None}
+    config = deepspeed_config(settings, ranks.world_size, **how)
     tokenizer = load_tokenizer(job)
     train, heldout = (
         load_split(job, split, roles=chosen.roles, tokenizer=tokenizer, ranks=ranks)
@@ -53,9 +53,8 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
     after = Trainer(passes, job, train, heldout, progress).run()
     write_shards(engine.module, job.out, ranks)
-    scores = None
-    if chosen.head == "score":
-        scores = heldout_scores(passes, heldout, settings.batch)
+    scored = chosen.head == "score"
+    scores = heldout_scores(passes, heldout, settings.batch) if scored else None
     restore_attention(model_of(engine.module), settings.attn_implementation)
     measured = measure_fingerprint(
         engine, heldout, head=chosen.head, count=settings.probes, device=ranks.device

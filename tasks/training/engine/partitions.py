@@ -69,13 +69,12 @@ def write_partitions(
 ) -> None:
     """Write one rank's file, with shape and range of each partition in its metadata."""
     folder.mkdir(parents=True, exist_ok=True)
-    where = {
-        name: {"shape": list(part.shape), "start": part.start, "end": part.end}
-        for name, part in partitions.items()
+    ranges = {
+        n: {"shape": list(p.shape), "start": p.start, "end": p.end} for n, p in partitions.items()
     }
     path = folder / f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
     tensors = {name: part.data for name, part in partitions.items()}
-    save_file(tensors, path, metadata={"partitions": json.dumps(where, sort_keys=True)})
+    save_file(tensors, path, metadata={"partitions": json.dumps(ranges, sort_keys=True)})
 
 
 def whole(

@@ -30,63 +30,53 @@ in which the parameters that it trains require gradients."""
 _NONE: Others = MappingProxyType({})
 
 
-class Saver:
-    """Writes the checkpoints of a run. All ranks make the same calls."""
+def save(
+    engine: Any, job: TrainJob, ranks: Ranks, progress: Progress, others: Others = _NONE
+) -> None:
+    """Write a checkpoint of the current step, and delete old ones. All ranks take part.
 
-    def __init__(self, engine: Any, job: TrainJob, ranks: Ranks, others: Others = _NONE) -> None:
-        self._engine, self._job, self._ranks, self._others = engine, job, ranks, others
-
-    def save(self, progress: Progress) -> None:
-        """Write a checkpoint of the current step, and delete old ones.
-
-        TrainingError if a weight is not finite (raised on every rank), or a file could not be
-        written (raised on that rank; torchrun ends the others). Older checkpoints stay.
-        """
-        job, ranks = self._job, self._ranks
-        self._require_finite(progress.step)
-        work = checkpoint.work_folder(job.checkpoints, progress.step)
-        try:
-            if ranks.first:
-                checkpoint.sweep(job.checkpoints)
-                work.mkdir()
-            ranks.barrier()
-            for name, context in _all(self._engine, self._others):
-                with context as engine:
-                    engine.save_checkpoint(
-                        str(work), tag=name, save_latest=False,
-                        exclude_frozen_parameters=job.settings.peft.kind != "none",
-                    )  # fmt: skip
-            flush_tree(work)  # on each rank: one node cannot flush the pages of another
-            ranks.barrier()
-            if ranks.first:
-                about: dict[str, Any] = {"world_size": ranks.world_size, "progress": progress}
-                checkpoint.publish(work, identity=dict(job.identity), **about)
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
-            if another_rank_failed(error):
-                raise
-            free = shutil.disk_usage(job.checkpoints).free / 1e9
-            raise TrainingError(
-                f"rank {ranks.rank} could not write the checkpoint {job.checkpoints}: {error}",
-                details=[checkpoint.last_good_of(job), f"free: {free:.2f} GB"],
-                hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
-            ) from error
+    TrainingError if a weight is not finite (raised on every rank), or a file could not be written
+    (raised on that rank; torchrun ends the others). Older checkpoints stay.
+    """
+    own = own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size)
+    broken = sorted({name for names in ranks.all_objects(not_finite(own)) for name in names})
+    if broken:
+        raise TrainingError(
+            f"after step {progress.step} {len(broken)} trained tensors are not finite, first "
+            f"{broken[0]}; {checkpoint.last_good_of(job)}",
+            details=broken[:20],
+            hint=f"train.lr={job.settings.optim.lr / 10:g}",
+        )
+    work = checkpoint.work_folder(job.checkpoints, progress.step)
+    try:
         if ranks.first:
-            keep = {progress.best.step} if progress.best else set()
-            checkpoint.prune(job.checkpoints, keep=keep, most=job.settings.max_ckpt_num)
+            checkpoint.sweep(job.checkpoints)
+            work.mkdir()
         ranks.barrier()
-
-    def _require_finite(self, step: int) -> None:
-        ranks = self._ranks
-        own = own_partitions(self._engine.module, rank=ranks.rank, world_size=ranks.world_size)
-        mine = not_finite(own)
-        broken = sorted({name for names in ranks.all_objects(mine) for name in names})
-        if broken:
-            raise TrainingError(
-                f"after step {step} {len(broken)} trained tensors are not finite, first "
-                f"{broken[0]}; {checkpoint.last_good_of(self._job)}",
-                details=broken[:20],
-                hint=f"train.lr={self._job.settings.optim.lr / 10:g}",
-            )
+        for name, context in _all(engine, others):
+            with context as each:
+                each.save_checkpoint(
+                    str(work), tag=name, save_latest=False,
+                    exclude_frozen_parameters=job.settings.peft.kind != "none",
+                )  # fmt: skip
+        flush_tree(work)  # on each rank: one node cannot flush the pages of another
+        ranks.barrier()
+        if ranks.first:
+            about: dict[str, Any] = {"world_size": ranks.world_size, "progress": progress}
+            checkpoint.publish(work, identity=dict(job.identity), **about)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
+        if another_rank_failed(error):
+            raise
+        free = shutil.disk_usage(job.checkpoints).free / 1e9
+        raise TrainingError(
+            f"rank {ranks.rank} could not write the checkpoint {job.checkpoints}: {error}",
+            details=[checkpoint.last_good_of(job), f"free: {free:.2f} GB"],
+            hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
+        ) from error
+    if ranks.first:
+        keep = {progress.best.step} if progress.best else set()
+        checkpoint.prune(job.checkpoints, keep=keep, most=job.settings.max_ckpt_num)
+    ranks.barrier()
 
 
 def restore(engine: Any, job: TrainJob, others: Others = _NONE) -> Progress:

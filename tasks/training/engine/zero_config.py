@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tasks.core.errors import ConfigError
 from tasks.training.job import Settings
 
 
@@ -14,14 +13,9 @@ def deepspeed_config(
     """Return the DeepSpeed configuration for `world_size` ranks.
 
     It has no learning-rate schedule: `loop.set_lr` sets the rate before each step. ConfigError if
-    the batch or `train.sequence_parallel` does not divide.
+    the batch does not divide.
     """
     batch, sharing = settings.batch, settings.launch.sequence_parallel
-    if world_size % sharing:
-        raise ConfigError(
-            f"train.sequence_parallel={sharing} does not divide {world_size} ranks",
-            hint=f"train.nproc={sharing} or a multiple of it",
-        )
     config: dict[str, Any] = {
         # DeepSpeed counts the rows of every rank, and ranks that share a row count it each.
         "train_batch_size": batch.global_batch_size * sharing,

@@ -52,7 +52,8 @@ PLAIN = TokenOutputs()
 def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
     """Let a causal model, or one with a score head, accept packed rows.
 
-    ConfigError if the model's attention leaves out a cap of its logits, or cannot be divided.
+    ConfigError if the model's attention leaves out a cap of its logits, or cannot be divided over
+    the ranks.
     """
     from transformers import AttentionInterface
 
@@ -64,8 +65,12 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
         )
     model.padded_rows = _must_pad(model)
     original, scored = model.forward, hasattr(model, "score")
-    packs = name == "sdpa" and not model.padded_rows
-    shared = _shared(model, ranks, packs=packs)
+    packs, shared = name == "sdpa" and not model.padded_rows, None
+    if ranks is not None and ranks.sequence_group is not None:
+        if not packs:
+            what = f"the attention of {type(model).__name__} with {name} cannot be divided"
+            raise ConfigError(what, hint="train.sequence_parallel=1")
+        shared = SequenceParallel(ranks.sequence_group)
 
     def forward(
         self: Any, *args: Any, row: Row | None = None, outputs: TokenOutputs = PLAIN, **kwargs: Any
@@ -112,21 +117,6 @@ def _must_pad(model: Any) -> bool:
     # Packed attention is ours or flash; other attention has no mask that keeps sequences apart.
     masked = not model._supports_attention_backend or model.config._attn_implementation == "eager"
     return bool(known) or stateful or masked or "position_ids" not in parameters
-
-
-def _shared(model: Any, ranks: Ranks | None, *, packs: bool) -> SequenceParallel | None:
-    """Return the division of rows over ranks; None if every rank has whole rows."""
-    if ranks is None or ranks.sequence_group is None:
-        return None
-    heads, sharing = model.config.get_text_config().num_attention_heads, ranks.sequence_parallel
-    problem = f"the model has {heads} attention heads" if heads % sharing else ""
-    if not packs:
-        name = model.config._attn_implementation
-        problem = f"the attention of {type(model).__name__} with {name} cannot be replaced"
-    if problem:
-        hint = "train.sequence_parallel=1"
-        raise ConfigError(f"train.sequence_parallel={sharing}: {problem}", hint=hint)
-    return SequenceParallel(ranks.sequence_group)
 
 
 def _trunk(model: Any, row: Row, part: Row, outputs: TokenOutputs) -> tuple[torch.Tensor, Any]:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tasks.core.disk import flush_tree
-from tasks.core.errors import ConfigError, DataError
+from tasks.core.errors import DataError
 from tasks.core.events import emit
 from tasks.data.messages import Message
 from tasks.serving.prompts import stop_ids
@@ -38,7 +38,7 @@ from tasks.training.tokens.examples import (
     open_examples,
     save_examples,
 )
-from tasks.training.tokens.truncation import SPLIT, Tally, fit, refuse_truncated
+from tasks.training.tokens.truncation import Tally, fit, refuse_truncated
 
 if TYPE_CHECKING:
     from tasks.training.engine.deepspeed_engine import Ranks
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 Encode = Callable[[Sequence[Any]], list[Tokens | Unfit]]
 """Function from conversations, or raw texts, to their token ids and loss marks."""
 CONVERSATIONS, PAIRS, LABELLED = ("text",), ("chosen", "rejected"), ("text", "mismatched")
-_KINDS = {CONVERSATIONS: "conversations", PAIRS: "pairs", LABELLED: "labelled"}
 EVERY_TOKEN = "every_token"
 TOKENS, NOTES = "tokens", "notes.json"
 CHUNK = 128
@@ -62,27 +61,8 @@ def holds_texts(path: Path) -> bool:
     return bool(first) and "text" in json.loads(first)
 
 
-class Draft(NamedTuple):
-    """An example before tokenisation: conversations or raw texts by role, and the row's numbers.
-
-    `without_loss` counts the answers of a conversation that bear no loss; `problem` is the reason
-    why a row cannot be used.
-    """
-
-    name: str
-    inputs: tuple[Any, ...] = ()
-    values: Mapping[str, float] = {}
-    without_loss: int = 0
-    problem: str = ""
-
-
 class Rows:
-    """The rows of a split, read on demand, as drafts of examples.
-
-    Raises:
-        ConfigError: the rows are not of the kind that the roles need.
-        DataError: the split is empty.
-    """
+    """The rows of a split, read on demand. DataError if there is none."""
 
     def __init__(self, path: Path, *, roles: tuple[str, ...], mask: str, seed: int) -> None:
         self._roles, self._mask = roles, mask
@@ -90,19 +70,7 @@ class Rows:
         self._ends = np.cumsum([len(line) for line in self._file])
         if not len(self):
             raise DataError(f"{path}: no samples", hint="data.path=... or data.eval_fraction=...")
-        first = self.read(0)
-        self.texts = "text" in first
-        kind = PAIRS if "chosen" in first else LABELLED if "desirable" in first else CONVERSATIONS
-        if kind != roles:
-            raise ConfigError(
-                f"{path} holds {_KINDS[kind]}, the objective needs {_KINDS[roles]}",
-                hint="make the dataset for this objective: prepare_data with train.objective=...",
-            )
-        if self.texts and mask != EVERY_TOKEN:
-            raise ConfigError(
-                f"train.mask={mask}, and {path} holds raw texts, which have no answers",
-                hint=f"train.mask={EVERY_TOKEN}",
-            )
+        self.texts = "text" in self.read(0)
         if roles == LABELLED:
             self._order = np.random.default_rng(seed).permutation(len(self))
             self._place = np.argsort(self._order)
@@ -121,32 +89,33 @@ class Rows:
         """Close the file."""
         self._file.close()
 
-    def draft(self, number: int) -> Draft:
-        """Return the draft of row `number`."""
+    def example(self, number: int) -> Example:
+        """Return the example of row `number`."""
         row = self.read(number)
         name, tools = str(row["id"]), row.get("tools")
         try:
             if self.texts:
-                return Draft(name, (row["text"],))
+                return Example(name, (row["text"],))
             if self._roles == PAIRS:
                 prompt = row["prompt"]
                 both = [Turns([*prompt, *row[r]], len(prompt), tools=tools) for r in PAIRS]
                 margin = {"margin": float(row["margin"])} if "margin" in row else {}
-                return Draft(name, tuple(both), margin)
+                return Example(name, tuple(both), margin)
             messages = row["messages"]
             if self._roles == LABELLED:
                 *prompt, answer = messages
                 answers = (answer, self._partner(number, prompt, answer))
                 both = [Turns([*prompt, each], len(prompt), tools=tools) for each in answers]
-                return Draft(name, tuple(both), {"desirable": float(bool(row["desirable"]))})
+                return Example(name, tuple(both), {"desirable": float(bool(row["desirable"]))})
             first = len(messages) - 1 if self._mask == "last_answer" else 0
             turns = Turns(messages, first, self._mask == EVERY_TOKEN, tools)
             earlier = sum(message["role"] == "assistant" for message in messages[:first])
-            return Draft(name, (turns,), without_loss=earlier)
+            return Example(name, (turns,), without_loss=earlier)
         except Unfit as unfit:
-            return Draft(name, problem=str(unfit))
+            return Example(name, problem=str(unfit))
         except (KeyError, TypeError, IndexError) as error:
-            return Draft(name, problem=f"not a row of {_KINDS[self._roles]}: {error!r}")
+            kind = " and ".join(self._roles)
+            return Example(name, problem=f"not a row for training on {kind}: {error!r}")
 
     def _partner(self, number: int, prompt: list[Message], answer: Message) -> Message:
         """Return the next answer, in a shuffled order, whose prompt and text are both different."""
@@ -169,17 +138,11 @@ def load_split(
     """Read, render and tokenise one split, each rank a part of it. Emits the event "data".
 
     In a resumed run it is only mapped, and the event says `cached`. All ranks take part. Raises
-    ConfigError if the objective cannot learn from rows of this kind, DataError for samples that
-    cannot be used, with their names, or if too many training rows would be truncated.
+    DataError for samples that cannot be used, with their names, or if too many training rows would
+    be truncated.
     """
     path, batch = job.data / f"{split}.jsonl", job.settings.batch
     rows = Rows(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
-    if batch.on_overlong == SPLIT and not rows.texts:
-        raise ConfigError(
-            f"train.on_overlong={SPLIT} is for raw texts, and {path} holds none: a piece of a "
-            "conversation has no prompt",
-            hint="train.on_overlong=truncate or refuse",
-        )
     if not rows.texts and not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer of {job.side_files} has no chat template to render them",
@@ -242,17 +205,16 @@ def _examples(
 ) -> Iterator[Example]:
     """Yield the examples of these rows, one chunk in memory at a time, and count the rows."""
     for start in range(0, len(numbers), CHUNK):
-        drafts = [rows.draft(n) for n in numbers[start : start + CHUNK]]
-        encoded = iter(encode([each for draft in drafts for each in draft.inputs]))
-        for draft in drafts:
-            tally.counts["without_loss"] += draft.without_loss
-            sequences = [next(encoded) for _ in draft.inputs]
-            tokens = tuple(s for s in sequences if isinstance(s, Tokens))
-            problems = [draft.problem, *(str(s) for s in sequences if isinstance(s, Unfit))]
+        read = [rows.example(n) for n in numbers[start : start + CHUNK]]
+        encoded = iter(encode([each for example in read for each in example.sequences]))
+        for example in read:
+            tally.counts["without_loss"] += example.without_loss
+            sequences = tuple(next(encoded) for _ in example.sequences)
+            problems = [example.problem, *(str(s) for s in sequences if isinstance(s, Unfit))]
             if problem := next(filter(None, problems), ""):
-                tally.note("unreadable", draft.name, problem)
+                tally.note("unreadable", example.name, problem)
                 continue
-            example = Example(draft.name, tokens, draft.values)
+            example = example._replace(sequences=sequences)
             yield from fit(example, tally, max_len=batch.max_len, on_overlong=batch.on_overlong)
 
 

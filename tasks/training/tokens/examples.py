@@ -28,11 +28,16 @@ class Tokens(NamedTuple):
 
 
 class Example(NamedTuple):
-    """One tokenised example: a sequence per role, and its numbers by name (`VALUES`)."""
+    """One example: a sequence per role, and its numbers by name (`VALUES`).
+
+    Sequences are conversations or raw texts, and `Tokens` once they are tokenised.
+    """
 
     name: str
-    sequences: tuple[Tokens, ...]
+    sequences: tuple[Any, ...] = ()
     values: Mapping[str, float] = {}
+    without_loss: int = 0  # answers of a conversation that bear no loss
+    problem: str = ""  # reason why it cannot be used
 
 
 @dataclass(frozen=True)

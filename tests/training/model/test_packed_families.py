@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.training.losses import objective
@@ -189,25 +190,19 @@ def test_attention_that_leaves_out_a_cap_is_refused() -> None:
 
 
 ROUTED = [23, 9, 40, 1, 31]
-TRAIN = {
-    "objective": "sft", "router_aux_loss_coef": None, "gradient_checkpointing": True,
-    "gradient_checkpointing_reentrant": False,
-}  # fmt: skip
 
 
 def own(model: Any, examples: Any, chosen: list[int]) -> Any:
     """Return transformers' output for a padded batch, with labels and router loss."""
-    pieces = [examples.sequence(i, 0) for i in chosen]
-    shape = len(pieces), max(len(ids) for ids, _ in pieces)
-    ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, -100)
-    for row, (tokens, bears) in enumerate(pieces):
-        ids[row, : len(tokens)] = torch.from_numpy(tokens).long()
-        mask[row, : len(tokens)] = 1
-        marked = torch.from_numpy(bears).bool().nonzero()[:, 0]
-        labels[row, marked] = ids[row, marked]
-    return model(input_ids=ids, attention_mask=mask, labels=labels, output_router_logits=True,
-                 use_cache=False)  # fmt: skip
+    pieces = [[torch.from_numpy(x).long() for x in examples.sequence(i, 0)] for i in chosen]
+    labels = [torch.where(bears > 0, ids, -100) for ids, bears in pieces]
+    return model(
+        input_ids=pad_sequence([ids for ids, _ in pieces], batch_first=True),
+        attention_mask=pad_sequence([torch.ones_like(x) for x in labels], batch_first=True),
+        labels=pad_sequence(labels, batch_first=True, padding_value=-100),
+        output_router_logits=True,
+        use_cache=False,
+    )
 
 
 @pytest.mark.parametrize(("family", "checkpointed"), [("mixtral", True), ("qwen2_moe", False)])

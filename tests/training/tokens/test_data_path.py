@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.core.errors import ConfigError, DataError
+from tasks.core.errors import DataError
 from tasks.training.model.build import load_tokenizer
 from tasks.training.tokens.chat import Unfit, encode_texts
 from tasks.training.tokens.data import CONVERSATIONS, LABELLED, PAIRS, load_split
@@ -153,9 +153,11 @@ def test_pieces_have_every_token_and_each_bears_loss_once(count: int, max_len: i
 
 
 class TestTexts:
-    def job(self, folder: Path, base: Path, rule: str, max_len: int, mask: str = "every_token"):
+    def job(self, folder: Path, base: Path, rule: str, max_len: int):
         write(folder, TEXTS)
-        return job_for(folder, base, mask=mask, max_len=max_len, batch={"on_overlong": rule})
+        return job_for(
+            folder, base, mask="every_token", max_len=max_len, batch={"on_overlong": rule}
+        )
 
     def learnt(self, examples: Any, tokenizer: Any) -> str:
         runs = [examples.sequence(i, 0) for i in range(len(examples))]
@@ -175,15 +177,10 @@ class TestTexts:
         assert (event["read"], event["kept"], event["in_pieces"]) == (3, 5, 1)
         assert (event["truncated"], event["refused"]) == (0, 0)
 
-    def test_a_template_is_not_needed_and_another_mask_is_refused(
-        self, base: Path, tmp_path: Path
-    ) -> None:
+    def test_a_template_is_not_needed(self, base: Path, tmp_path: Path) -> None:
         job = self.job(tmp_path, base, "split", 64)
         tokenizer: Any = load_tokenizer(job)
         tokenizer.chat_template = None
         ranks: Any = SingleRank()
         examples = load_split(job, "train", roles=CONVERSATIONS, tokenizer=tokenizer, ranks=ranks)
         assert len(examples) == 3
-        with pytest.raises(ConfigError, match=r"train\.mask=last_answer") as caught:
-            load(self.job(tmp_path / "other", base, "split", 64, "last_answer"), CONVERSATIONS)
-        assert caught.value.hint == "train.mask=every_token"

@@ -29,7 +29,6 @@ from tasks.config.learning import (
 )
 from tasks.config.online import Rollout
 from tasks.config.section import read_section
-from tasks.core.redaction import redact
 
 __all__ = [
     "Batch", "Evaluate", "Launch", "Loss", "Optim", "Peft", "Settings", "TrainJob", "Zero",
@@ -141,11 +140,8 @@ class TrainJob:
         return self.base if self.adapter is None else self.adapter
 
     def write(self, path: Path) -> None:
-        """Write the job as JSON, without secrets; see `REWARD_URL`."""
-        document = asdict(self)
-        if url := self.settings.reward_url:
-            document["settings"]["online"]["reward"]["url"] = redact(url)
-        text = json.dumps(document, indent=1, sort_keys=True, default=str)
+        """Write the job as JSON; its settings have no secrets, see `REWARD_URL`."""
+        text = json.dumps(asdict(self), indent=1, sort_keys=True, default=str)
         path.write_text(text + "\n")
 
     @classmethod

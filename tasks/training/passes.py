@@ -11,7 +11,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -156,21 +155,15 @@ def with_reference(
     a new run computes the sums before its first step and stores them; a resumed run reads them. All
     ranks take part.
     """
-    path = job.checkpoints / FOLDER / f"{split}.npy"
-    shape, ranks = (len(examples), len(examples.roles)), passes.ranks
+    path, ranks = job.checkpoints / FOLDER / f"{split}.npy", passes.ranks
+    if begun and job.resume is not None and not path.is_file():  # a checkpoint of another run
+        path = job.resume.parent / FOLDER / path.name
     if begun:
-        theirs = [job.resume.parent / FOLDER / path.name] if job.resume else []
-        stored = next(filter(Path.is_file, [path, *theirs]), None)
-        sums = None if stored is None else np.load(stored)
-        if sums is None or sums.shape != shape:
-            raise TrainingError(
-                f"the reference's log-probabilities of this data are not there: {path}",
-                hint="train.resume=never starts from the beginning and computes them",
-            )
+        sums = np.load(path)
     else:
-        mine = torch.zeros(shape, device=ranks.device)
+        mine = torch.zeros(len(examples), len(examples.roles), device=ranks.device)
         for row, logprobs in passes.each(examples, job.settings.batch):
-            mine[row.examples] = row.sums(logprobs).view(-1, shape[1])
+            mine[row.examples] = row.sums(logprobs).view(len(row.examples), -1)
         sums = ranks.total(mine).cpu().numpy()
         if ranks.first:
             path.parent.mkdir(parents=True, exist_ok=True)

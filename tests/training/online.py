@@ -88,9 +88,11 @@ ONE_STEP = {"objective": "grpo", "batch": Batch(4, 16, max_len=64), "save_steps"
 ONE_EPOCH = {"iterations": 3, "ppo_epochs": 1, "correction": "sequence_mask"}
 DAPO = {"clip_high": 0.28, "kl_coef": 0.0, "ppo_epochs": 1, "refill": 2, "mask_truncated": True}
 STILL = {"optim": Optim(lr=0.0, scheduler="constant")}
-DEFAULT = {"whole": Run(), "resumed": Run(resumes="whole"), "game": in_game()}
+GAME = in_game({"iterations": 3})
+DEFAULT = {"whole": GAME, "resumed": replace(GAME, resumes="whole")}
 """Runs of the default suite."""
 SLOW = {
+    "plain": Run(),
     "still": Run({**ONE_EPOCH, "kl_coef": 0.0, "iterations": 1}, {**ONE_STEP, **STILL}),
     "separate_lora": Run(SEPARATE, {"zero": Zero(3)}),
     "separate_lora_resumed": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora"),

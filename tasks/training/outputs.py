@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from tasks.training.engine.partitions import (
     write_partitions,
 )
 from tasks.training.job import TrainJob
-from tasks.training.passes import HeldOutScores
 from tasks.training.tokens.data import holds_texts
 from tasks.weights.files.folder import PROCESSORS, copy_side_file, side_files
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
@@ -97,7 +97,7 @@ def write_results(
     metrics: dict[str, float],
     progress: Progress,
     measured: Fingerprint | ScorePrint,
-    scores: HeldOutScores | None = None,
+    scores: Mapping[str, float] | None = None,
 ) -> None:
     """Write `train.json`, and the fingerprint of the live engine or a reward model's scores."""
     settings, out = job.settings, job.out
@@ -112,7 +112,7 @@ def write_results(
         "base_digest": job.base_digest,
         "texts": holds_texts(job.data / "heldout.jsonl"),  # raw texts need no chat template
         "print": mark,  # file name of the fingerprint
-        "scores": vars(scores) if scores else None,
+        "scores": scores,
     }
     write_json(out / "train.json", document)
     measured.save(out / mark)

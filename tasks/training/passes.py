@@ -173,19 +173,11 @@ def with_reference(
     return replace(examples, values={**examples.values, "reference": sums})
 
 
-@dataclass(frozen=True)
-class HeldOutScores:
-    """Statistics of `count` raw scores; `std` is the population's standard deviation."""
+def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> dict[str, float]:
+    """Return `mean`, `std` (population) and `count` of a reward model's raw scores.
 
-    mean: float
-    std: float
-    count: int
-
-
-def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutScores:
-    """Score every answer of the evaluation examples. All ranks take part.
-
-    The result makes scores of different models comparable; PPO normalises rewards with it.
+    They are of every answer of the evaluation examples, and make scores of different models
+    comparable; PPO normalises rewards with them. All ranks take part.
     """
     ranks = passes.ranks
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
@@ -203,4 +195,4 @@ def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutS
             f"variance {variance:g}: it does not distinguish them",
             hint="train longer, with another train.lr, or look at the data",
         )
-    return HeldOutScores(mean, math.sqrt(variance), int(count))
+    return {"mean": mean, "std": math.sqrt(variance), "count": int(count)}

@@ -14,7 +14,12 @@ from tasks.training.losses import objective
 from tasks.training.model.build import load_model, load_tokenizer
 from tasks.training.model.families import router_coefficient
 from tasks.training.model.packed_model import model_of, require_same, restore_attention
-from tasks.training.model.probe import measure_fingerprint
+from tasks.training.model.probe import (
+    choose_probes,
+    choose_scored,
+    fingerprint_of,
+    score_print,
+)
 from tasks.training.outputs import write_model, write_results, write_shards
 from tasks.training.passes import Passes, heldout_scores, with_reference
 from tasks.training.tokens.data import load_split
@@ -53,12 +58,12 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
     after = Trainer(passes, job, train, heldout, progress).run()
     write_shards(engine.module, job.out, ranks)
-    scored = chosen.head == "score"
-    scores = heldout_scores(passes, heldout, settings.batch) if scored else None
+    scored, scores = chosen.head == "score", None
+    if scored:
+        scores = heldout_scores(passes, heldout, settings.batch)
     restore_attention(model_of(engine.module), settings.attn_implementation)
-    measured = measure_fingerprint(
-        engine, heldout, head=chosen.head, count=settings.probes, device=ranks.device
-    )
+    choose, measure = (choose_scored, score_print) if scored else (choose_probes, fingerprint_of)
+    measured = measure(engine, choose(heldout, settings.probes), ranks.device)
     peak = float(ranks.peak_memory())
     if ranks.first:
         assert progress.before is not None

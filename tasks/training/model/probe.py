@@ -29,15 +29,6 @@ NOISE_BATCH = 8
 Probes = Sequence[Sequence[int]]
 
 
-def measure_fingerprint(
-    engine: Any, examples: Examples, *, head: str, count: int, device: torch.device
-) -> Fingerprint | ScorePrint:
-    """Measure fingerprint or scores on the first evaluation examples. All ranks take part."""
-    if head == "tokens":
-        return fingerprint_of(engine, choose_probes(examples, count), device)
-    return score_print(engine, choose_scored(examples, count), device)
-
-
 def choose_probes(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
     """Return the first sequence of the first `count` examples, cut to `PROBE_TOKENS` tokens."""
     chosen = range(min(count, len(examples)))

@@ -63,9 +63,12 @@ def job_for(folder: Path, base: Path, **changes: Any) -> TrainJob:
     return TrainJob(settings, base, "", folder, folder / "out", checkpoints)
 
 
-def load(job: TrainJob, roles: tuple[str, ...]) -> Examples:
+def load(
+    job: TrainJob, roles: tuple[str, ...], tokenizer: Any = None, *, split: str = "train"
+) -> Examples:
     ranks: Any = SingleRank()
-    return load_split(job, "train", roles=roles, tokenizer=load_tokenizer(job), ranks=ranks)
+    tokenizer = tokenizer or load_tokenizer(job)
+    return load_split(job, split, roles=roles, tokenizer=tokenizer, ranks=ranks)
 
 
 def texts(examples: Examples, tokenizer: Any) -> list[list[tuple[str, str]]]:

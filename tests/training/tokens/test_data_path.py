@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tasks.core.errors import DataError
 from tasks.training.model.build import load_tokenizer
 from tasks.training.tokens.chat import Unfit, encode_texts
-from tasks.training.tokens.data import CONVERSATIONS, LABELLED, PAIRS, load_split
+from tasks.training.tokens.data import CONVERSATIONS, LABELLED, PAIRS
 from tasks.training.tokens.examples import Tokens
 from tasks.training.tokens.truncation import pieces
 from tests.training.conftest import make_tokenizer
 from tests.training.datasets import (
-    SingleRank,
+    Row,
     answer,
     data_events,
     job_for,
@@ -32,101 +32,106 @@ from tests.training.datasets import (
 )
 
 
-class TestRows:
-    def test_pairs(self, base: Path, tmp_path: Path, tokenizer) -> None:
-        rows = [pair("a", "q", "good", "bad", margin=0.5), pair("b", "z", "x", "y", margin=2)]
-        write(tmp_path, rows)
-        examples = load(job_for(tmp_path, base), PAIRS)
-        start = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
-        assert texts(examples, tokenizer) == [
-            [(start("q"), "good<|im_end|>"), (start("q"), "bad<|im_end|>")],
-            [(start("z"), "x<|im_end|>"), (start("z"), "y<|im_end|>")],
-        ]
-        assert examples.values["margin"].tolist() == [0.5, 2.0]
-        assert list(examples.names) == ["a", "b"]
-        assert examples.supervised.tolist() == [[5, 4], [2, 2]]
+def load_rows(folder: Path, base: Path, rows: list[Row], roles: tuple[str, ...], **how: Any):
+    """Write rows and tokenise them, with changed settings."""
+    write(folder, rows)
+    return load(job_for(folder, base, **how), roles)
 
-    def test_labelled_answers_and_their_mismatches(self, base: Path, tmp_path, tokenizer) -> None:
-        rows = [
-            {"id": str(i), "messages": [user(q), answer(a)], "desirable": i % 2 == 0}
-            for i, (q, a) in enumerate([("q1", "a"), ("q1", "b"), ("q2", "a"), ("q3", "c")] * 3)
-        ]
-        write(tmp_path, rows)
-        examples = load(job_for(tmp_path, base), LABELLED)
-        assert examples.values["desirable"].tolist() == [1.0, 0.0] * 6
-        known = {(r["messages"][0]["content"], r["messages"][1]["content"]) for r in rows}
-        for (prompt, own), (same, other) in texts(examples, tokenizer):
-            assert prompt == same
-            assert own != other
-            question = prompt.removeprefix("<|im_start|>user\n").partition("<")[0]
-            foreign = {a for q, a in known if q != question}
-            assert other.removesuffix("<|im_end|>") in foreign
-        write(tmp_path, [{**row, "messages": [user(row["id"]), answer("a")]} for row in rows])
-        with pytest.raises(DataError, match="12 samples.*first 0"):  # no other answer anywhere
-            load(job_for(tmp_path, base), LABELLED)
 
-    def test_masks(self, base: Path, tmp_path: Path, capfd) -> None:
-        dialogue = [user("a"), answer("b"), user("c"), answer("d")]
-        write(tmp_path, [{"id": "x", "messages": dialogue}])
-        wanted = {"last_answer": (2, 1), "every_answer": (4, 0)}
-        for mask, (count, without_loss) in wanted.items():
-            examples = load(job_for(tmp_path, base, mask=mask, max_len=200), CONVERSATIONS)
-            assert examples.supervised.tolist() == [[count]], mask
-            (told,) = data_events(capfd)
-            assert told["without_loss"] == without_loss
-        whole = load(job_for(tmp_path, base, mask="every_token", max_len=200), CONVERSATIONS)
-        assert whole.supervised.tolist() == (whole.lengths - 1).tolist()
+def test_pairs(base: Path, tmp_path: Path, tokenizer) -> None:
+    rows = [pair("a", "q", "good", "bad", margin=0.5), pair("b", "z", "x", "y", margin=2)]
+    examples = load_rows(tmp_path, base, rows, PAIRS)
+    start = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n".format
+    assert texts(examples, tokenizer) == [
+        [(start("q"), "good<|im_end|>"), (start("q"), "bad<|im_end|>")],
+        [(start("z"), "x<|im_end|>"), (start("z"), "y<|im_end|>")],
+    ]
+    assert examples.values["margin"].tolist() == [0.5, 2.0]
+    assert list(examples.names) == ["a", "b"]
+    assert examples.supervised.tolist() == [[5, 4], [2, 2]]
 
-    def test_every_bad_row_is_named_in_one_error(self, base: Path, tmp_path: Path) -> None:
-        rows = [pair(f"s{i}", "q", "x" * (1 + i), "y") for i in range(30)]
-        for number in (3, 7):
-            rows[number]["chosen"] = []
-        rows[9] = {"id": "s9", "prompt": "q"}
-        write(tmp_path, rows)
-        with pytest.raises(DataError, match="3 samples.*first s3") as caught:
-            load(job_for(tmp_path, base), PAIRS)
-        assert [line.partition(":")[0] for line in caught.value.details] == ["s3", "s7", "s9"]
-        assert not list(tmp_path.rglob("*.npy"))
 
-    def test_mostly_truncated_training_rows_are_refused(
-        self, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        """Cached or not; the event "data" has the counts, and evaluation rows are only counted."""
-        rows = [pair(str(i), "q", "x" * (40 if i < 3 else 4), "y") for i in range(4)]
-        for split in ("train", "heldout"):
-            write(tmp_path, rows, split)
-        job = job_for(tmp_path, base, max_len=40)
-        for _ in range(2):
-            with pytest.raises(DataError, match=r"3 of 4 rows .* data\.max_truncated=0\.2") as no:
-                load(job, PAIRS)
-            longest = int(no.value.hint.partition(" ")[0].removeprefix("train.max_len="))
-        load(replace(job, max_truncated=0.75), PAIRS)
-        ranks: Any = SingleRank()
-        load_split(job, "heldout", roles=PAIRS, tokenizer=load_tokenizer(job), ranks=ranks)
-        whole = load(job_for(tmp_path, base, max_len=longest), PAIRS)
-        assert whole.lengths.max() == longest
-        events = data_events(capfd)
-        assert [(e["split"], e["cached"], e["truncated"]) for e in events] == [
-            ("train", False, 3), ("train", True, 3), ("train", True, 3), ("heldout", False, 3),
-            ("train", False, 0),
-        ]  # fmt: skip
-        assert events[0]["tokens_cut"] == 3 * (longest - 40)
+def test_labelled_answers_and_their_mismatches(base: Path, tmp_path: Path, tokenizer) -> None:
+    rows = [
+        {"id": str(i), "messages": [user(q), answer(a)], "desirable": i % 2 == 0}
+        for i, (q, a) in enumerate([("q1", "a"), ("q1", "b"), ("q2", "a"), ("q3", "c")] * 3)
+    ]
+    examples = load_rows(tmp_path, base, rows, LABELLED)
+    assert examples.values["desirable"].tolist() == [1.0, 0.0] * 6
+    known = {(r["messages"][0]["content"], r["messages"][1]["content"]) for r in rows}
+    for (prompt, own), (same, other) in texts(examples, tokenizer):
+        assert prompt == same
+        assert own != other
+        question = prompt.removeprefix("<|im_start|>user\n").partition("<")[0]
+        foreign = {a for q, a in known if q != question}
+        assert other.removesuffix("<|im_end|>") in foreign
+    alike = [{**row, "messages": [user(row["id"]), answer("a")]} for row in rows]
+    with pytest.raises(DataError, match=r"12 samples.*first 0"):  # no other answer anywhere
+        load_rows(tmp_path, base, alike, LABELLED)
 
-    def test_the_datas_own_chat_template_is_the_one_trained_with(self, base, tmp_path) -> None:
-        template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
-        job = job_for(tmp_path, base)
-        bases_own = load_tokenizer(job).chat_template
-        (tmp_path / "chat_template.jinja").write_text(template)
-        tokenizer = load_tokenizer(job)
-        assert bases_own != tokenizer.chat_template == template
-        tokenizer.save_pretrained(tmp_path / "saved")
-        assert (tmp_path / "saved" / "chat_template.jinja").read_text() == template
-        write(tmp_path, [pair("a", "q", "x", "y")])
-        tokenizer.chat_template = None
-        ranks: Any = SingleRank()
-        with pytest.raises(DataError) as caught:
-            load_split(job, "train", roles=PAIRS, tokenizer=tokenizer, ranks=ranks)
-        assert "data.chat_template=" in caught.value.hint
+
+@pytest.mark.parametrize(
+    ("mask", "count", "without_loss"), [("last_answer", 2, 1), ("every_answer", 4, 0)]
+)
+def test_masks(base: Path, tmp_path: Path, capfd, mask: str, count: int, without_loss: int) -> None:
+    rows = [{"id": "x", "messages": [user("a"), answer("b"), user("c"), answer("d")]}]
+    examples = load_rows(tmp_path, base, rows, CONVERSATIONS, mask=mask, max_len=200)
+    assert examples.supervised.tolist() == [[count]]
+    (told,) = data_events(capfd)
+    assert told["without_loss"] == without_loss
+    whole = load_rows(tmp_path, base, rows, CONVERSATIONS, mask="every_token", max_len=200)
+    assert whole.supervised.tolist() == (whole.lengths - 1).tolist()
+
+
+def test_every_bad_row_is_named_in_one_error(base: Path, tmp_path: Path) -> None:
+    rows = [pair(f"s{i}", "q", "x" * (1 + i), "y") for i in range(30)]
+    for number in (3, 7):
+        rows[number]["chosen"] = []
+    rows[9] = {"id": "s9", "prompt": "q"}
+    with pytest.raises(DataError, match=r"3 samples.*first s3") as caught:
+        load_rows(tmp_path, base, rows, PAIRS)
+    assert [line.partition(":")[0] for line in caught.value.details] == ["s3", "s7", "s9"]
+    assert not list(tmp_path.rglob("*.npy"))
+
+
+def test_mostly_truncated_training_rows_are_refused(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Cached or not; the event "data" has the counts, and evaluation rows are only counted."""
+    rows = [pair(str(i), "q", "x" * (40 if i < 3 else 4), "y") for i in range(4)]
+    for split in ("train", "heldout"):
+        write(tmp_path, rows, split)
+    job = job_for(tmp_path, base, max_len=40)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"3 of 4 rows .* data\.max_truncated=0\.2") as no:
+            load(job, PAIRS)
+        longest = int(no.value.hint.partition(" ")[0].removeprefix("train.max_len="))
+    load(replace(job, max_truncated=0.75), PAIRS)
+    load(job, PAIRS, split="heldout")
+    whole = load(job_for(tmp_path, base, max_len=longest), PAIRS)
+    assert whole.lengths.max() == longest
+    events = data_events(capfd)
+    assert [(e["split"], e["cached"], e["truncated"]) for e in events] == [
+        ("train", False, 3), ("train", True, 3), ("train", True, 3), ("heldout", False, 3),
+        ("train", False, 0),
+    ]  # fmt: skip
+    assert events[0]["tokens_cut"] == 3 * (longest - 40)
+
+
+def test_the_datas_own_chat_template_is_the_one_trained_with(base: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    job = job_for(tmp_path, base)
+    bases_own = load_tokenizer(job).chat_template
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(job)
+    assert bases_own != tokenizer.chat_template == template
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text() == template
+    tokenizer.chat_template = None
+    write(tmp_path, [pair("a", "q", "x", "y")])
+    with pytest.raises(DataError) as caught:
+        load(job, PAIRS, tokenizer)
+    assert "data.chat_template=" in caught.value.hint
 
 
 TEXTS = [{"id": "a", "text": "to be or not"}, {"id": "b", "text": "x"}, {"id": "c", "text": "é\n "}]
@@ -152,35 +157,24 @@ def test_pieces_have_every_token_and_each_bears_loss_once(count: int, max_len: i
     assert all(a.ids[-1] == b.ids[0] for a, b in pairwise(parts))
 
 
-class TestTexts:
-    def job(self, folder: Path, base: Path, rule: str, max_len: int):
-        write(folder, TEXTS)
-        return job_for(
-            folder, base, mask="every_token", max_len=max_len, batch={"on_overlong": rule}
-        )
+def test_long_texts_are_cut_into_pieces_without_loss(
+    base: Path, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    how = {"mask": "every_token", "max_len": 5, "batch": {"on_overlong": "split"}}
+    examples = load_rows(tmp_path, base, TEXTS, CONVERSATIONS, **how)
+    runs = [examples.sequence(i, 0) for i in range(len(examples))]
+    learnt = "".join(tokenizer.decode(ids[bears > 0]) for ids, bears in runs)
+    assert learnt == "o be or not<|im_end|><|im_end|>\ufffd\n <|im_end|>"
+    assert examples.lengths[:, 0].tolist() == [5, 5, 5, 2, 5]  # 13, 2 and 5 tokens
+    assert list(examples.names) == ["a+0", "a+1", "a+2", "b", "c"]
+    (event,) = data_events(capfd)
+    assert (event["read"], event["kept"], event["in_pieces"]) == (3, 5, 1)
+    assert (event["truncated"], event["refused"]) == (0, 0)
 
-    def learnt(self, examples: Any, tokenizer: Any) -> str:
-        runs = [examples.sequence(i, 0) for i in range(len(examples))]
-        return "".join(tokenizer.decode(ids[bears > 0]) for ids, bears in runs)
 
-    def test_long_texts_are_cut_into_pieces_without_loss(
-        self, base: Path, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        job = self.job(tmp_path, base, "split", 5)
-        examples = load(job, CONVERSATIONS)
-        assert (
-            self.learnt(examples, tokenizer) == "o be or not<|im_end|><|im_end|>\ufffd\n <|im_end|>"
-        )
-        assert examples.lengths[:, 0].tolist() == [5, 5, 5, 2, 5]  # 13, 2 and 5 tokens
-        assert list(examples.names) == ["a+0", "a+1", "a+2", "b", "c"]
-        (event,) = data_events(capfd)
-        assert (event["read"], event["kept"], event["in_pieces"]) == (3, 5, 1)
-        assert (event["truncated"], event["refused"]) == (0, 0)
-
-    def test_a_template_is_not_needed(self, base: Path, tmp_path: Path) -> None:
-        job = self.job(tmp_path, base, "split", 64)
-        tokenizer: Any = load_tokenizer(job)
-        tokenizer.chat_template = None
-        ranks: Any = SingleRank()
-        examples = load_split(job, "train", roles=CONVERSATIONS, tokenizer=tokenizer, ranks=ranks)
-        assert len(examples) == 3
+def test_texts_need_no_template(base: Path, tmp_path: Path) -> None:
+    write(tmp_path, TEXTS)
+    job = job_for(tmp_path, base, mask="every_token")
+    tokenizer: Any = load_tokenizer(job)
+    tokenizer.chat_template = None
+    assert len(load(job, CONVERSATIONS, tokenizer)) == 3

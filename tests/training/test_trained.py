@@ -1,4 +1,4 @@
-"""Real torchrun with two ranks: the files of each kind of training are the trained model."""
+"""Real torchrun with two ranks: the files are the trained model, however ranks share the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from tasks.drift.fingerprint import EXACT, Fingerprint, ScorePrint, drift, score
 from tasks.training.engine.checkpoint import complete
 from tasks.training.job import Peft, TrainJob
 from tests.settings import Settings
-from tests.training.jobs import CUT_AT, DEFAULT, REWARDS, STAGES, Trained
+from tests.training.jobs import (
+    CUT_AT,
+    DEFAULT,
+    REWARDS,
+    SHARED,
+    STAGES,
+    Trained,
+    shared,
+)
 from tests.training.places import (
     losses,
     read_json,
@@ -254,3 +262,46 @@ def test_a_merged_qlora_model_is_not_quantised_again(tmp_path: Path, dataset: Pa
     with pytest.raises(ConfigError, match="layers.0.mlp.up_proj") as caught:
         run_train(tmp_path, near_nf4(tmp_path / "merged", 0.01), dataset, settings)
     assert "peft=lora" in caught.value.hint
+
+
+TOLERANCE = 1e-5
+"""Largest difference of a number, and of a gradient relative to its largest number, in fp32."""
+RATIO = 1e-4
+"""Largest difference of a log-ratio: both of its sums are hundreds of nats."""
+
+
+def require_same(alone: TrainJob, divided: TrainJob) -> None:
+    """Compare a case's numbers and gradients with those on other ranks."""
+    expected, measured = results(alone), results(divided)
+    assert measured["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
+    for before, after in zip(expected["evaluations"], measured["evaluations"], strict=True):
+        assert after == pytest.approx(before, rel=TOLERANCE, abs=RATIO)
+    kind = ScorePrint if alone.settings.objective == "reward" else Fingerprint
+    prints = [kind.load(job.out / expected["print"]) for job in (alone, divided)]
+    numbers = [p.scores if kind is ScorePrint else p.logprobs.ravel() for p in prints]
+    assert list(numbers[1]) == pytest.approx(list(numbers[0]), rel=TOLERANCE, abs=TOLERANCE)
+    # AdamW with a large epsilon follows the gradient, as SGD does: equal weights, equal gradients.
+    start, before, after = start_weights(alone), weights(alone), weights(divided)
+    moved = [key for key in start if not torch.equal(start[key], before[key])]
+    assert len(moved) > len(start) / 2
+    for key in start:
+        step = (before[key] - start[key]).abs().max()
+        apart = float((after[key] - before[key]).abs().max())
+        assert apart <= 3e-4 * max(float(step), 1e-4), (key, apart)
+
+
+@pytest.mark.parametrize("name", default_or_slow(*(f"{name}_over_2" for name in SHARED)))
+def test_two_ranks_share_rows_exactly(trained: Trained, name: str) -> None:
+    require_same(trained[name.replace("over_2", "over_1")], trained[name])
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks(trained: Trained) -> None:
+    """One rank, two groups of two, and one of four, with fewer key heads than ranks."""
+    names = ("sft", "dpo", "experts")
+    alone = trained.train(trained.folder / "one", {n: shared(n, 1, 1) for n in names}, 1)
+    for sharing in (2, 4):
+        wanted = {name: shared(name, sharing, 4) for name in names}
+        divided = trained.train(trained.folder / f"four-{sharing}", wanted, 4)
+        for name in names:
+            require_same(alone[name], divided[name])

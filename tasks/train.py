@@ -144,9 +144,8 @@ def _launch(
 
 def torchrun(job: TrainJob, job_path: Path, meet: list[str]) -> list[str]:
     """Return the command that starts the ranks of this node; `meet` is from `rendezvous`."""
-    program = "tasks.rl" if job.settings.online else "tasks.training"
-    ranks = ["--nproc-per-node", str(job.settings.launch.nproc)]
-    return python_child("torch.distributed.run", *meet, *ranks, "-m", program, str(job_path))
+    ranks = ["--nproc-per-node", str(job.settings.launch.nproc), "-m", "tasks.training"]
+    return python_child("torch.distributed.run", *meet, *ranks, str(job_path))
 
 
 def rank_environment(how: Launch) -> dict[str, str]:

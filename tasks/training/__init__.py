@@ -11,7 +11,7 @@ its supervised tokens (or scores), a loss into a number that is a part of the wh
     accumulate(engine, ranks, rows, loss_of); take(engine)        loop, shared with online RL
     save(engine, job, ranks, progress); restore(engine, job)      engine/saving
 
-Who calls them: `entry` starts a rank, `run.train_with` loads and writes (`outputs`), `loop.Trainer`
+Who calls them: `__main__` is a rank, `run.train_with` loads and writes (`outputs`), `loop.Trainer`
 takes the steps with `passes` and `selection` (best evaluation, early stopping). `job` has settings
 and paths, and knows no torch.
 """

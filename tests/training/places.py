@@ -79,9 +79,9 @@ def run_train(
     )
 
 
-def rank_pids(folder: Path, module: str = "tasks.training") -> list[int]:
+def rank_pids(folder: Path) -> list[int]:
     """Return the processes that run the job of `run_train`, without torchrun and its parents."""
-    mark = f"{module}\0{(folder / 'checkpoints' / 'job.json').resolve()}"
+    mark = f"tasks.training\0{(folder / 'checkpoints' / 'job.json').resolve()}"
     pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

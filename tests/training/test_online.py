@@ -171,5 +171,5 @@ def test_a_policy_that_went_too_far_ends_the_run(
     with pytest.raises(TrainingError) as caught:
         run_train(folder, bench.bases["plain"], bench.data, bench.settings(run))
     assert named in caught.value.report() or "nan" in caught.value.report()
-    assert rank_pids(folder, "tasks.rl") == []
+    assert rank_pids(folder) == []
     assert not list((folder / "out").rglob("*.safetensors"))

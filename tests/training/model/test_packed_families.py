@@ -1,24 +1,34 @@
-"""Packed rows of every family: losses, gradients, scores and router loss of transformers."""
+"""Packed rows of every family: losses, gradients, scores and router loss of transformers.
+
+Of vision-language models, which are trained on text, nothing changes the towers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tasks.core.errors import ConfigError, TrainingError
+from tasks.training.job import Peft
 from tasks.training.losses import objective
+from tasks.training.model.adapter import add_adapter
 from tasks.training.model.families import router_coefficient, why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.passes import Passes
 from tasks.training.tokens.order import Dealt, Totals
 from tasks.training.tokens.packing import pack, trial_row
-from tasks.weights.model_class import auto_class
+from tasks.weights.model_class import auto_class, language_class, other_towers
 from tests.training.datasets import alone, make_examples
+from tests.vision import FAMILIES as VISION
+from tests.vision import make_config
 from tests.weights.families.making import FAMILIES
 
 LENGTHS = [23, 9, 5, 40, 22, 1, 31]
@@ -36,10 +46,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 EAGER = {"gemma2"}  # sdpa leaves its attention cap out
 DEFAULT = ("qwen2", "gemma2", "gpt2")
-EACH = [
-    family if family in DEFAULT else pytest.param(family, marks=pytest.mark.slow)
-    for family in FAMILIES
-]
+
+
+def default_or_slow(families: Iterable[str], default: Collection[str]) -> list[Any]:
+    return [f if f in default else pytest.param(f, marks=pytest.mark.slow) for f in families]
 
 
 def make_model(family: str, attention: str) -> Any:
@@ -87,7 +97,7 @@ def require_rows_as_alone(own: Any, model: Any | None = None, rounding: float = 
     return model
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", default_or_slow(FAMILIES, DEFAULT))
 def test_packed_sequences_have_the_losses_and_gradients_of_unpacked_ones(family: str) -> None:
     model = make_model(family, "eager" if family in EAGER else "sdpa")
     require_rows_as_alone(make_model(family, "eager"), model)
@@ -170,10 +180,7 @@ def test_sequences_of_eager_attention_do_not_see_each_other() -> None:
     require_rows_as_alone(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(
-    "family",
-    [f if f == "qwen3_5_text" else pytest.param(f, marks=pytest.mark.slow) for f in PADDED],
-)
+@pytest.mark.parametrize("family", default_or_slow(PADDED, ["qwen3_5_text"]))
 def test_padded_sequences_have_the_losses_and_gradients_of_unpadded_ones(family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -228,3 +235,63 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, checkpointed:
     assert loss.value.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert len([name for name in mine if "mlp.gate.weight" in name]) == 2
     require_same_gradients(mine, theirs, floor=0.1)
+
+
+SEEING = ("gemma4", "qwen3_5")
+
+
+def make_seeing(family: str) -> Any:
+    """Make a tiny vision-language model."""
+    config = make_config(family)
+    torch.manual_seed(0)
+    return language_class(config).from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("family", default_or_slow(VISION, SEEING))
+def test_rows_of_text_have_the_losses_and_gradients_of_the_whole_model(family: str) -> None:
+    require_rows_as_alone(make_seeing(family), rounding=5e-5)
+
+
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ("q_proj", "proj", "fc1", "embedding_projection")]
+)
+def test_no_adapter_is_beside_the_language(family: str, targets: Any) -> None:
+    peft = Peft("lora", rank=4, alpha=8, target_modules=targets)
+    peft = replace(peft, exclude_modules=("k_proj",))
+    adapted = add_adapter(make_seeing(family), peft, head="tokens", dtype=torch.float32)
+    names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert any(".language_model." in name for name in names)
+    assert not [name for name in names if ".language_model." not in name or "k_proj" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_head_of_no_family_is_a_tower() -> None:
+    """A frozen head would not be trained, and no loss tells."""
+    wrong, count = [], 0
+    for config in (CONFIG_MAPPING[kind] for kind in sorted(CONFIG_MAPPING)):
+        auto = AutoModelForImageTextToText._model_mapping.get(config, ())
+        for model_class in auto if isinstance(auto, tuple) else (auto,):
+            try:
+                with torch.device("meta"):
+                    model = model_class._from_config(config(), dtype=torch.bfloat16)
+            except Exception:  # incompatible defaults, missing libraries
+                continue
+            count += 1
+            towers = other_towers(model)
+            heads = {each.get_output_embeddings() for each in (model, model.get_decoder())} - {None}
+            inside = [m for tower in towers for m in model.get_submodule(tower).modules()]
+            wrong += [str(config) for module in inside if module in heads]
+    assert wrong == []
+    assert count >= 55
+
+
+def test_the_chosen_class_keeps_the_towers(tmp_path: Path) -> None:
+    """Qwen3.5's configuration stands for a text model, too, which would lose the vision tower."""
+    model = make_seeing("qwen3_5")
+    model.save_pretrained(tmp_path)
+    assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
+    config = make_config("qwen3_5")
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    assert language_class(config).__name__ == "AutoModelForCausalLM"

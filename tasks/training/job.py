@@ -82,18 +82,12 @@ class Settings(Probes, Checkpoints, Steps, Goal, Loading):
 
     @classmethod
     def from_sections(
-        cls,
-        *,
-        train: Mapping[str, Any],
-        peft: Mapping[str, Any],
-        zero: Mapping[str, Any],
-        model: Mapping[str, Any],
-        seed: int,
-        online: Mapping[str, Mapping[str, Any]] | None = None,
+        cls, *, train: Mapping[str, Any], model: Mapping[str, Any], **others: Any
     ) -> Settings:
-        """Read the configuration's sections; of `model` only the fields of `Loading`.
+        """Read the configuration's sections; `others` are `peft`, `zero`, `seed` and `online`.
 
-        The fields of `Resume` in `train` are left out, because they do not change the result.
+        Of `model` only the fields of `Loading` are read. The fields of `Resume` in `train` are left
+        out, because they do not change the result.
         """
         resume = {f.name for f in fields(Resume)}
         flat = {name: value for name, value in train.items() if name not in resume}
@@ -102,12 +96,7 @@ class Settings(Probes, Checkpoints, Steps, Goal, Loading):
             for name, kind in _GROUPS.items()
         }
         loading = {f.name: model[f.name] for f in fields(Loading) if f.name in model}
-        sections = {
-            "peft": read_section(Peft, peft, "peft"),
-            "zero": read_section(Zero, zero, "zero"),
-            "online": dict(online or {}),
-        }
-        return read_section(cls, {**flat, **groups, **loading, **sections, "seed": seed}, "train")
+        return read_section(cls, {**flat, **groups, **loading, **others}, "train")
 
 
 @dataclass(frozen=True)

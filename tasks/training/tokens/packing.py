@@ -68,7 +68,7 @@ class Row:
 
     def to(self, device: torch.device) -> Row:
         """Return the same row on another device."""
-        moved: Row = _moved(self, device)
+        moved: Row = self if self.ids.device == device else _moved(self, device)
         return moved
 
 

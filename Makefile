@@ -79,13 +79,13 @@ lock:  ## make requirements/*.lock of the pins in pyproject.toml (ARGS: only the
 	@requirements/lock.sh $(ARGS)
 
 up: setup  ## Prefect server, MLflow server and a worker on loopback (PREFECT_PORT, MLFLOW_PORT)
-	@$(PY) -m infra.servers.services up
+	@$(PY) -m infra.services up
 
 deploy: setup  ## register the deployments of infra/prefect.yaml
-	@$(PY) -m infra.servers.services deploy
+	@$(PY) -m infra.services deploy
 
 down: setup  ## stop what `make up` started
-	@$(PY) -m infra.servers.services down
+	@$(PY) -m infra.services down
 
 status: setup  ## what runs, and where
-	@$(PY) -m infra.servers.services status
+	@$(PY) -m infra.services status

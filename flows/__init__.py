@@ -1,7 +1,7 @@
 """Commands that a user runs, one file each: `python flows/audit.py DIR`, or `plumbline audit DIR`.
 
 rlhf, deliver    the Prefect flows that make models, read by Hydra: `chain/` and `delivery/`
-audit, verify, bisect, compare, promote, serve, status, open, prune
+audit, verify, bisect, compare, promote, serve, status, prune
                  commands without Hydra, Prefect and torch: settings in `tasks/config/tools.py`
 recorded         audits and verifications as Prefect flows
 program          `plumbline <command>`

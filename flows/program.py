@@ -11,7 +11,6 @@
     plumbline serve models:/NAME@champion    check every byte, then vllm serve
     plumbline compare A B                    two runs: settings, drift, which model is better
     plumbline status                         what runs and what ran
-    plumbline open                           the pages of runs in Prefect and MLflow
     plumbline prune keep=10                  remove what no run needs any more
 
 Each is a file of `flows/` under a shorter name: the same settings, output and exit statuses.
@@ -28,7 +27,7 @@ from flows.cli.start import start
 
 COMMANDS = (
     "train", "plan", "list", "deliver", "audit", "verify", "bisect", "promote", "serve",
-    "compare", "status", "open", "prune",
+    "compare", "status", "prune",
 )  # fmt: skip
 HYDRA = {"rlhf": "flows.chain.command", "deliver": "flows.delivery.run_delivery"}
 """Modules of the commands whose configuration Hydra composes."""

@@ -24,7 +24,7 @@ from flows.cli.registry import named, registry
 from tasks.core.errors import ConfigError
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import require_published
-from tasks.tracking.mlflow_registry import CHAMPION
+from tasks.tracking.mlflow_server import CHAMPION
 
 
 def job(composed: Composed, words: list[str]) -> int:

@@ -35,7 +35,7 @@ from tasks.core.terminal import plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.retention import Plan, plan, remove
 from tasks.process.child import PROJECT
-from tasks.tracking.mlflow_registry import Version
+from tasks.tracking.mlflow_server import Version
 
 MAX_LINES = 40
 _STATUS = {"registered": "registered models", "resumable": "runs that may go on", "recent": "runs"}

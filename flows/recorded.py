@@ -33,7 +33,7 @@ from tasks.core.redaction import redact
 from tasks.core.terminal import json_text, plain
 from tasks.pipeline.artifact import open_artifact
 from tasks.pipeline.artifact import verify as damages
-from tasks.tracking.mlflow_registry import Version
+from tasks.tracking.mlflow_server import Version
 from tasks.verify.servers.server import ServerError
 
 KEY = "audit-registry"

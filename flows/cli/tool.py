@@ -46,7 +46,6 @@ TOOLS = {
     "audit": Tool(tools.Audit, ("source",)),
     "bisect": Tool(tools.Bisect, ("a", "b")),
     "compare": Tool(tools.Compare, ("a", "b")),
-    "open": Tool(tools.Open, bare=True),
     "promote": Tool(tools.Promote, ("source",)),
     "prune": Tool(tools.Prune),
     "serve": Tool(tools.Serve, ("source",), passes_on=True),

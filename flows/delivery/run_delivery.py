@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -33,10 +33,9 @@ from tasks.core.redaction import without_passwords
 from tasks.core.terminal import to_stderr
 from tasks.delivery import examination
 from tasks.delivery.folders import require_intact, require_same
-from tasks.pipeline.artifact import Artifact, Origin
 from tasks.pipeline.locks import Patience, hold
-from tasks.pipeline.report import FlowTracker, StageRecord
 from tasks.process.child import PROJECT
+from tasks.tracking.tracker import Tracker
 
 
 def main() -> int:
@@ -109,14 +108,14 @@ def direct(
     delivery: Delivery, log: Any, run_id: str, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Run a delivery without Prefect, and without MLflow unless `tracking.uri` names a server."""
-    tracked = delivery.settings["tracking"]["uri"]
-    tracker = tracker_of(delivery.composed) if tracked else Untracked()
+    # MLflow is not imported without a server, which would take seconds.
+    tracker = tracker_of(delivery.composed, recorded=bool(delivery.settings["tracking"]["uri"]))
     patience = Patience(delivery.settings["paths"]["wait_s"], log.info)
     return _run(delivery, in_this_process(run_id, log, patience), tracker, overrides)
 
 
 def _run(
-    delivery: Delivery, host: Host, tracker: FlowTracker, overrides: Sequence[str]
+    delivery: Delivery, host: Host, tracker: Tracker, overrides: Sequence[str]
 ) -> dict[str, Any]:
     def stages(run: FlowRun) -> None:
         # Not while planning: the first comparison of an artifact with its manifest reads all of it.
@@ -134,42 +133,3 @@ def _run(
     composed = delivery.composed
     flow_run = FlowRun.begin("deliver", composed, host, tracker=tracker, overrides=overrides)
     return flow_run.run(f"deliver {delivery.checkpoint.root.name}", stages)
-
-
-class Untracked:
-    """A `FlowTracker` that records nothing. MLflow is not imported, which would take seconds."""
-
-    page = ""
-
-    @contextmanager
-    def flow(
-        self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
-    ) -> Iterator[str]:
-        """Open no record."""
-        yield ""
-
-    @contextmanager
-    def stage(self, name: str, origin: Origin) -> Iterator[StageRecord]:
-        """Open no record."""
-        yield _NoRecord()
-
-    def log_parent(
-        self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
-    ) -> None:
-        """Drop the numbers and files; the summary has them."""
-
-    def settle(self) -> str:
-        """Return no line: there is nothing to record."""
-        return ""
-
-
-class _NoRecord:
-    """A `StageRecord` that drops everything; the artifact and its manifest have it."""
-
-    def metrics(
-        self, values: Mapping[str, float], step: int = 0, at: int | None = None
-    ) -> None: ...
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
-    def contract(self, verdicts: list[dict[str, Any]]) -> None: ...
-    def details(self, notes: Mapping[str, Any]) -> None: ...
-    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None: ...

@@ -34,7 +34,6 @@ from tasks.core.redaction import redact, redact_error
 from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
 from tasks.pipeline.artifact import Artifact, sweep
 from tasks.pipeline.locks import FOREVER, Patience
-from tasks.pipeline.report import FlowTracker
 from tasks.pipeline.stage import REFERENCE_LOG, Call, Mechanism
 from tasks.process.child import PROJECT
 from tasks.tracking.tracker import Tracker
@@ -68,11 +67,11 @@ def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host
     return Host(run_id, log, call, show=lambda table: None, patience=patience)
 
 
-def tracker_of(composed: Composed) -> Tracker:
-    """Return the MLflow tracker of a configuration."""
-    experiment = composed.settings["tracking"]["experiment"]
-    reports = composed.runs / "reports"
-    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, reports)
+def tracker_of(composed: Composed, *, recorded: bool = True) -> Tracker:
+    """Return the MLflow tracker of a configuration; it records nothing if not `recorded`."""
+    experiment, reports = composed.settings["tracking"]["experiment"], composed.runs / "reports"
+    uri, root = composed.tracking_uri, composed.tracking_root
+    return Tracker(uri, experiment, root, reports, recorded=recorded)
 
 
 def provenance() -> dict[str, str]:
@@ -113,7 +112,7 @@ class FlowRun:
         composed: Composed,
         host: Host,
         *,
-        tracker: FlowTracker,
+        tracker: Tracker,
         exp: str | None = None,
         overrides: Sequence[str] = (),
     ) -> FlowRun:

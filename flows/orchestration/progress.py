@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
-
-from tasks.pipeline.report import StageRecord
 
 LINE_EVERY_S, LONGEST_S = 5.0, 60.0
 """Shortest time between two lines of a log: a twentieth of the stage's time, within these."""
@@ -21,7 +18,7 @@ _NO_METRIC = {"event", "step", "total", "stage", "at"}
 class Progress:
     """Receive the events of one stage's child process; `run` gets all numbers, `log` some lines."""
 
-    def __init__(self, run: StageRecord, log: Any) -> None:
+    def __init__(self, run: Any, log: Any) -> None:
         self._run = run
         self._log = log
         self._total = 0
@@ -69,11 +66,6 @@ class Progress:
         if "replayed" not in event:
             step = event["step"]
             self._log.info("held-out %s %.4f %s training (step %d)", what, event[what], when, step)
-
-
-def progress(run: StageRecord, log: Any) -> AbstractContextManager[Progress]:
-    """Return a `Progress` as a context."""
-    return nullcontext(Progress(run, log))
 
 
 def _numbers(event: Mapping[str, Any]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flows.cli.bootstrap import QUIET, offer, prefect_settings, stay_off_proxies
-from flows.servers.services import AUTH, LOOPBACK, URL, Api, running_server
+from flows.servers.services import AUTH, LOOPBACK, URL, answers, running_server
 from tasks.core.errors import PlumblineError
 from tasks.process.child import PROJECT, Child
 
@@ -35,7 +35,8 @@ FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 log = logging.getLogger(__name__)
 
-_running: dict[Path, tuple[Child, Api]] = {}
+_running: dict[Path, tuple[Child, dict[str, str]]] = {}
+"""Servers of this process by folder of runs, and the settings of their clients."""
 
 
 @contextlib.contextmanager
@@ -53,26 +54,26 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] = lambda: None) -> 
         _refresh_settings()
         yield
         return
-    api = _started(runs.absolute(), meanwhile)
-    os.environ |= {URL: api.url, AUTH: api.auth}
+    settings = _started(runs.absolute(), meanwhile)
+    os.environ |= settings
     _refresh_settings()
     logging.getLogger("prefect.flow_runs").addFilter(_no_link_to_a_page)
     entered = datetime.now(UTC).isoformat()
     try:
         yield
     finally:
-        _wait_for_records(api, entered)
-        for name in (URL, AUTH):  # the next run of a sweep is not given this server by its user
+        _wait_for_records(entered)
+        for name in settings:  # the next run of a sweep is not given this server by its user
             os.environ.pop(name, None)
 
 
 def is_embedded() -> bool:
     """Return True if this process uses an embedded server."""
-    return any(os.environ.get(URL) == api.url for _, api in _running.values())
+    return any(os.environ.get(URL) == settings[URL] for _, settings in _running.values())
 
 
-def _started(runs: Path, meanwhile: Callable[[], None]) -> Api:
-    """Return the server of this process, which is started if it does not run."""
+def _started(runs: Path, meanwhile: Callable[[], None]) -> dict[str, str]:
+    """Return the settings of the server of this process, which is started if it does not run."""
     if runs in _running and _running[runs][0].poll() is None:
         return _running[runs][1]
     offer(prefect_settings(runs) | QUIET)
@@ -83,19 +84,19 @@ def _started(runs: Path, meanwhile: Callable[[], None]) -> Api:
     # Two servers that create the tables of one new database at once both fail.
     with (home / ".starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        child, api = _launch(log_path)
+        child, settings = _launch(log_path)
         try:
             importlib.import_module("prefect.main")
             meanwhile()
-            _wait_until_healthy(child, api, log_path)
+            _wait_until_healthy(child, settings[URL], log_path)
         except BaseException:
             child.end()
             raise
-    _running[runs] = (child, api)
-    return api
+    _running[runs] = (child, settings)
+    return settings
 
 
-def _launch(log_path: Path) -> tuple[Child, Api]:
+def _launch(log_path: Path) -> tuple[Child, dict[str, str]]:
     auth = f"plumbline:{secrets.token_urlsafe(32)}"  # other users of this machine have no access
     with socket.create_server((LOOPBACK, 0)) as probe:
         port = probe.getsockname()[1]
@@ -109,13 +110,13 @@ def _launch(log_path: Path) -> tuple[Child, Api]:
     with log_path.open("ab") as output:
         words = [*uvicorn, *app, "--host", LOOPBACK, "--port", str(port)]
         child = Child(words, env=env, output=output, grace_s=GRACE_S)
-    return child, Api(f"http://{LOOPBACK}:{port}/api", auth)
+    return child, {URL: f"http://{LOOPBACK}:{port}/api", AUTH: auth}
 
 
-def _wait_until_healthy(child: Child, api: Api, log_path: Path) -> None:
+def _wait_until_healthy(child: Child, url: str, log_path: Path) -> None:
     """Wait until the server answers. Raises PlumblineError if it has ended or time is up."""
     deadline = time.monotonic() + START_S
-    while not api.answers():
+    while not answers(url):
         if child.poll() is not None or time.monotonic() > deadline:
             raise PlumblineError(
                 f"the embedded Prefect server did not start, see {log_path}",
@@ -137,32 +138,34 @@ def _refresh_settings() -> None:
     refresh_global_settings_context()
 
 
-def _wait_for_records(api: Api, since: str) -> None:
+def _wait_for_records(since: str) -> None:
     """Wait until the server has recorded all task runs of the flow runs that ended since a time.
 
     Task run states are sent as events, which the server writes a moment later than the state of the
     flow run. They count as recorded once all of them are final and two requests in a row return the
     same states.
     """
+    import httpx
+    from prefect.client.orchestration import get_client
     from prefect.events.worker import EventsWorker
 
     ended = {"start_time": {"after_": since}, "state": {"type": {"any_": sorted(FINAL)}}}
     before: dict[str, str] | None = None
     try:
-        if api.answers():
+        with get_client(sync_client=True) as client:
+            runs = client.request("POST", "/flow_runs/filter", json={"flow_runs": ended}).json()
             EventsWorker.drain_all(timeout=SETTLE_S)
-        deadline = time.monotonic() + SETTLE_S
-        ids = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": ended})]
-        wanted = {"flow_runs": {"id": {"any_": ids}}, "limit": 200}
-        while ids and time.monotonic() < deadline:
-            runs = api.post("/task_runs/filter", wanted)
-            states = {run["id"]: run["state_type"] for run in runs}
-            if states == before and set(states.values()) <= FINAL:
-                return
-            before = states
-            time.sleep(POLL_S)
-    except PlumblineError as error:  # the result of the flow matters more than its records
+            wanted = {"flow_runs": {"id": {"any_": [run["id"] for run in runs]}}, "limit": 200}
+            deadline = time.monotonic() + SETTLE_S
+            while runs and time.monotonic() < deadline:
+                tasks = client.request("POST", "/task_runs/filter", json=wanted).json()
+                states = {task["id"]: task["state_type"] for task in tasks}
+                if states == before and set(states.values()) <= FINAL:
+                    return
+                before = states
+                time.sleep(POLL_S)
+    except httpx.HTTPError as error:  # the result of the flow matters more than its records
         log.warning("the embedded Prefect server does not answer any more: %s", error)
         return
-    if ids:
+    if runs:
         log.warning("Prefect has not recorded all task runs within %g s", SETTLE_S)

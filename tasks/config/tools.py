@@ -91,11 +91,6 @@ class Status(InRuns):
 
 
 @dataclass(frozen=True)
-class Open(InRuns):
-    """Settings of `plumbline open`."""
-
-
-@dataclass(frozen=True)
 class Compare(InRuns):
     """Settings of `plumbline compare`."""
 

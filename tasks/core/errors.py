@@ -120,16 +120,6 @@ class StageProcessError(PlumblineError):
         self.reason = reason
 
 
-class TimeLimitError(PlumblineError):
-    """A stage took longer than its setting allows."""
-
-    def __init__(self, stage: str, setting: str, seconds: float) -> None:
-        super().__init__(
-            f"{stage}: not done within {setting}={seconds:g}; its processes have been ended",
-            hint=f"{setting}=<more seconds>, or null for no limit; finished stages are reused",
-        )
-
-
 def first_and_more(findings: Sequence[str]) -> str:
     """Return one line for several findings: the first one, and the number of the others."""
     return findings[0] + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else "")

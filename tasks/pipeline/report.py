@@ -1,17 +1,16 @@
-"""Types around a stage: its report, its result, and the protocols of who records it."""
+"""Types around a stage: its report, its result, and what the model registry gets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tasks.core.contract import Check
 from tasks.drift.verdict import Moved
 
 if TYPE_CHECKING:
-    from tasks.pipeline.artifact import Artifact, Origin
+    from tasks.pipeline.artifact import Artifact
 
 
 @dataclass(frozen=True)
@@ -67,30 +66,3 @@ class Registered:
     version: str
     candidate: str
     champion: str = ""
-
-
-class StageRecord(Protocol):
-    """Record of one stage: an MLflow run (`StageRun` in `tracker.py`), or nothing."""
-
-    def metrics(
-        self, values: Mapping[str, float], step: int = 0, at: int | None = None
-    ) -> None: ...
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
-    def contract(self, verdicts: list[dict[str, Any]]) -> None: ...
-    def details(self, notes: Mapping[str, Any]) -> None: ...
-    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None: ...
-
-
-class FlowTracker(Protocol):
-    """Records of one flow: MLflow runs (`Tracker` in `tracker.py`), or nothing."""
-
-    @property
-    def page(self) -> str: ...
-    def flow(
-        self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
-    ) -> AbstractContextManager[str]: ...
-    def stage(self, name: str, origin: Origin) -> AbstractContextManager[StageRecord]: ...
-    def log_parent(
-        self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
-    ) -> None: ...
-    def settle(self) -> str: ...

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -81,7 +81,7 @@ class Plan:
 
 def plan(
     runs: Path,
-    registered: Iterable[tuple[str, str]],
+    registered: Sequence[tuple[str, str]],
     tracking_uri: str,
     *,
     now: float,
@@ -96,16 +96,17 @@ def plan(
         tracking_uri: MLflow that listed them. A model that a run has registered elsewhere is kept;
             empty if no MLflow was asked.
         now: the current time, in seconds since the epoch.
-        keep, days: see `since`.
+        keep, days: everything is kept that was used since the newest runs, and in so many days.
         unfinished: True to remove old folders that only an unfinished run needs, too.
 
     Raises:
         ArtifactError: the manifest of a registered model cannot be read, so that nobody knows what
             it was made from.
     """
-    starts = dict(_starts(runs))
-    limit = since(starts.values(), now, keep, days)
-    stored, broken = stored_in(runs / "artifacts")
+    starts = _starts(runs)
+    newest = [0.0, *sorted(starts.values())][-keep:] if keep else [now]
+    limit = min(now, newest[0], now - days * DAY_S if days is not None else now)
+    stored, broken = _stored(runs / "artifacts")
     training, old = _checkpoints(runs, limit, unfinished)
     roots = dict.fromkeys(_registered(stored, broken, registered), REGISTERED)
     named = [(text, REGISTERED) for text in _registered_elsewhere(runs, tracking_uri)]
@@ -117,19 +118,24 @@ def plan(
     for each in stored:
         if each.used >= resumable:
             roots.setdefault(each.path, RECENT if each.used >= limit else RESUMABLE)
-    kept = needed(stored, roots) | dict.fromkeys(broken, UNREADABLE)
+    kept = _needed(stored, roots) | dict.fromkeys(broken, UNREADABLE)
     gone = sorted((each for each in stored if each.path not in kept), key=lambda each: -each.used)
     left = abandoned(path for place in _PLACES for path in sorted(runs.glob(f"{place}/.*.tmp")))
-    logs = ((runs / "logs" / name, start) for name, start in sorted(starts.items()))
-    items = _items(
-        [
-            *(("interrupted", path, _mtime(path)) for path in left),
-            *(("checkpoints", path, used) for path, used in old),
-            *((each.kind, each.path, each.used) for each in gone),
-            *(("logs", path, used) for path, used in logs if used < limit and path.is_dir()),
-        ]
-    )
-    return Plan(items, kept, tuple(training))
+    folders = [("interrupted", path, _mtime(path)) for path in left]
+    folders += [("checkpoints", path, used) for path, used in old]
+    folders += [(each.kind, each.path, each.used) for each in gone]
+    folders += [
+        ("logs", path, start)
+        for name, start in sorted(starts.items())
+        if start < limit and (path := runs / "logs" / name).is_dir()
+    ]
+    counted: set[int] = set()
+    items = []
+    for what, path, used in folders:
+        sizes = {file.lstat().st_ino: file.lstat().st_size for file in path.rglob("*")}
+        items.append(Item(what, path, used, sum(sizes[n] for n in sizes.keys() - counted)))
+        counted |= sizes.keys()
+    return Plan(tuple(items), kept, tuple(training))
 
 
 def remove(planned: Plan) -> None:
@@ -150,39 +156,26 @@ def remove(planned: Plan) -> None:
         raise ArtifactError(f"cannot remove {problems[0]}", details=problems)
 
 
-def since(starts: Iterable[float], now: float, keep: int | None, days: float | None) -> float:
-    """Return the time since which everything is kept: the newest runs, and so many days."""
-    limits = [now]
-    if keep:
-        newest = sorted(starts, reverse=True)[:keep]
-        limits.append(newest[-1] if len(newest) == keep else 0.0)
-    if days is not None:
-        limits.append(now - days * DAY_S)
-    return min(limits)
-
-
-def needed(stored: Sequence[Stored], roots: Mapping[Path, str]) -> dict[Path, str]:
+def _needed(stored: Sequence[Stored], roots: Mapping[Path, str]) -> dict[Path, str]:
     """Return the artifacts that must stay, with the reason of the root that needs them."""
-    by_path = {each.path: each for each in stored}
     reasons: dict[Path, str] = {}
     for root, reason in roots.items():
-        waiting = [by_path[root]] if root in by_path else []
+        waiting = [each for each in stored if each.path == root]
         while waiting:
             each = waiting.pop()
-            if each.path in reasons:
-                continue
-            reasons[each.path] = reason
-            made_from = set(each.inputs.values())
-            waiting += [other for other in stored if other.digest in made_from]
-            waiting += [
-                other
-                for other in stored
-                if other.kind == "report" and other.inputs.get("served") == each.digest
-            ]
+            if each.path not in reasons:
+                reasons[each.path] = reason
+                made_from = set(each.inputs.values())
+                waiting += [
+                    other
+                    for other in stored
+                    if other.digest in made_from
+                    or (other.kind == "report" and other.inputs.get("served") == each.digest)
+                ]
     return reasons
 
 
-def stored_in(store: Path) -> tuple[list[Stored], list[Path]]:
+def _stored(store: Path) -> tuple[list[Stored], list[Path]]:
     """Return the artifacts, and the folders whose manifest cannot be read."""
     stored, broken = [], []
     for path in sorted(store.glob("[!.]*/[!.]*")):
@@ -198,20 +191,17 @@ def stored_in(store: Path) -> tuple[list[Stored], list[Path]]:
 
 
 def _registered(
-    stored: Sequence[Stored], broken: Sequence[Path], registered: Iterable[tuple[str, str]]
-) -> Iterator[Path]:
-    """Yield the artifacts of registered versions, by path or digest: a folder may have moved."""
-    versions = list(registered)
-    paths = {Path(path).resolve() for path, _ in versions if path}
-    digests = {digest for _, digest in versions if digest}
+    stored: Sequence[Stored], broken: Sequence[Path], registered: Sequence[tuple[str, str]]
+) -> list[Path]:
+    """Return the artifacts of registered versions, by path or digest: a folder may have moved."""
+    paths = {Path(path).resolve() for path, _ in registered if path}
+    digests = {digest for _, digest in registered if digest}
     if unclear := [path for path in broken if path.resolve() in paths]:
         raise ArtifactError(
             f"{unclear[0]}: a registered model, and its manifest cannot be read",
             hint="restore the folder, or delete the version in MLflow",
         )
-    for each in stored:
-        if each.path.resolve() in paths or each.digest in digests:
-            yield each.path
+    return [e.path for e in stored if e.path.resolve() in paths or e.digest in digests]
 
 
 def _registered_elsewhere(runs: Path, uri: str) -> Iterator[str]:
@@ -229,12 +219,14 @@ def _registered_elsewhere(runs: Path, uri: str) -> Iterator[str]:
             yield summary
 
 
-def _starts(runs: Path) -> Iterator[tuple[str, float]]:
-    """Yield name and start of every run that has left logs or a report."""
+def _starts(runs: Path) -> dict[str, float]:
+    """Return the start of every run that has left logs or a report, by its name."""
     names = {path.name for place in ("logs", "reports") for path in (runs / place).glob("[!.]*")}
-    for name in names:
-        if match := _RUN.fullmatch(name):
-            yield name, datetime.strptime(match[1], "%Y%m%d-%H%M%S").timestamp()
+    return {
+        name: datetime.strptime(match[1], "%Y%m%d-%H%M%S").timestamp()
+        for name in names
+        if (match := _RUN.fullmatch(name))
+    }
 
 
 def _interrupted(runs: Path, starts: Mapping[str, float], now: float) -> Iterator[float]:
@@ -260,17 +252,6 @@ def _checkpoints(
         elif used < limit:
             old.append((folder, used))
     return training, old
-
-
-def _items(folders: Iterable[tuple[str, Path, float]]) -> tuple[Item, ...]:
-    """Return the items of folders, each given as sort, path and last use."""
-    counted: set[int] = set()
-    items = []
-    for what, path, used in folders:
-        sizes = {file.lstat().st_ino: file.lstat().st_size for file in path.rglob("*")}
-        items.append(Item(what, path, used, sum(sizes[n] for n in sizes.keys() - counted)))
-        counted |= sizes.keys()
-    return tuple(items)
 
 
 def _text(path: Path) -> str:

@@ -26,26 +26,20 @@ from typing import Any
 
 from tasks.core.contract import Check, require
 from tasks.core.disk import disk_full_named
-from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError, TimeLimitError
+from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
 from tasks.pipeline.locks import FOREVER, Needs, Patience, staging
-from tasks.pipeline.report import FlowTracker, StageRecord, StageReport, StageResult
+from tasks.pipeline.report import StageReport, StageResult
 from tasks.pipeline.source_digest import source_digest
 
 CONTRACT = "contract.json"
-_LIMITS = {
-    "train": "train.timeout_s",
-    "smoke_eval": "smoke.timeout_s",
-    "smoke_quantized": "smoke.timeout_s",
-}
-"""Stages whose time limit is not in section `timeouts`."""
+_SECTIONS = {"train": "train", "smoke_eval": "smoke", "smoke_quantized": "smoke"}
+"""Sections with the time limit of a stage that is not in section `timeouts`."""
 REFERENCE_LOG = "reference.log"
 """Log of the scorer, which all stages of a run share."""
 
-Observe = Callable[
-    [StageRecord, Any], contextlib.AbstractContextManager[Callable[[dict[str, Any]], None]]
-]
-"""(record of the stage, its log) -> a context whose value receives the child's events."""
+OnEvent = Callable[[dict[str, Any]], None]
+"""Receiver of the events of a child process."""
 
 Call = Callable[[str, Callable[[Any], Any], Mapping[str, Artifact]], Any]
 """(name of the stage, its work, its inputs by role) -> the result of `work(log)`."""
@@ -100,12 +94,12 @@ class Mechanism:
 
     store: Path
     logs: Path
-    tracker: FlowTracker
+    tracker: Any  # a `Tracker` of tasks/tracking
     call: Call
     force: frozenset[str] = frozenset()
     patience: Patience = FOREVER
     devices: Callable[[Needs], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    on_event: Callable[[dict[str, Any]], None] = lambda event: None
+    on_event: OnEvent = lambda event: None
     results: list[StageResult] = field(default_factory=list)
     name: str = ""
     timeouts: Mapping[str, float | None] = field(default_factory=dict)
@@ -132,7 +126,7 @@ class Mechanism:
         inputs: Mapping[str, Artifact],
         config: Mapping[str, Any],
         context: Mapping[str, Any] | None = None,
-        observe: Observe | None = None,
+        observe: Callable[[Any, Any], OnEvent] | None = None,
         after: Mapping[str, Artifact] | None = None,
     ) -> StageResult:
         """Run one stage, or reuse what it published before.
@@ -142,7 +136,8 @@ class Mechanism:
             config: arguments that change the result, and are part of the key: plain JSON values, or
                 frozen dataclasses of these.
             context: arguments that do not change the result (how to score, where to log).
-            observe: makes the function's `on_event`, for stages whose child reports events.
+            observe: makes the function's `on_event` of the record of the stage and its log, for
+                stages whose child reports events.
             after: artifacts by role that the stage does not read, but without which the flow would
                 not have come to it.
         """
@@ -157,13 +152,15 @@ class Mechanism:
         )
         name = f"{self.name}.{stage.name}" if self.name else stage.name
 
-        def make(out: Path, run: StageRecord, log: Any) -> StageResult:
+        def make(out: Path, run: Any, log: Any) -> StageResult:
             arguments = {role: artifact.path for role, artifact in inputs.items()}
             arguments |= {**config, **(context or {}), "log": log}
+            if observe is not None:
+                receivers = (self.on_event, observe(run, log))
+                arguments["on_event"] = lambda event: [see(event) for see in receivers]
             limit = f"{stage.name}_s"
             with (
                 self.devices(stage.needs),
-                self._observed(observe, run, arguments),
                 deadline(name, f"timeouts.{limit}", self.timeouts.get(limit)),
                 disk_full_named(final),
             ):
@@ -197,23 +194,13 @@ class Mechanism:
             stage = name.rpartition(".")[2]
             error.stage = error.stage or name
             if isinstance(error, StageProcessError) and error.reason == "timeout":
-                setting = _LIMITS.get(stage, f"timeouts.{stage}_s")
+                in_section = f"{_SECTIONS[stage]}.timeout_s" if stage in _SECTIONS else ""
+                setting = in_section or f"timeouts.{stage}_s"
                 error.hint = error.hint or f"{setting}=<more seconds>; finished stages are reused"
             own = self.logs / f"{stage}.log"
             shared = (self.logs.parent if self.name else self.logs) / REFERENCE_LOG
             error.log = error.log or next((str(p) for p in (own, shared) if p.is_file()), "")
             raise
-
-    @contextlib.contextmanager
-    def _observed(
-        self, observe: Observe | None, run: StageRecord, arguments: dict[str, Any]
-    ) -> Iterator[None]:
-        if observe is None:
-            yield
-            return
-        with observe(run, arguments["log"]) as shown:
-            arguments["on_event"] = lambda event: [see(event) for see in (self.on_event, shown)]
-            yield
 
     def _reused(self, name: str, final: Path, origin: Origin, log: Any) -> StageResult | None:
         """Return the result of an earlier run; None if there is none, or it was altered."""
@@ -234,13 +221,7 @@ class Mechanism:
         return StageResult(name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
 
     def _published(
-        self,
-        name: str,
-        report: StageReport,
-        out: Path,
-        final: Path,
-        origin: Origin,
-        run: StageRecord,
+        self, name: str, report: StageReport, out: Path, final: Path, origin: Origin, run: Any
     ) -> StageResult:
         """Record the verdicts of a stage, enforce them, and publish what it has made."""
         if report.kind != origin.kind:
@@ -285,21 +266,24 @@ class _Expired(BaseException):
 def deadline(stage: str, setting: str, seconds: float | None) -> Iterator[None]:
     """End the block after a time; its `finally` blocks end the child processes.
 
-    Raises TimeLimitError, which names the setting with the limit.
+    Raises PlumblineError, which names the setting with the limit.
     """
-    if seconds is None:
-        yield
-        return
 
     def expire(*_: object) -> None:
         raise _Expired
 
+    if seconds is None:
+        yield
+        return
     before = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     except _Expired:
-        raise TimeLimitError(stage, setting, seconds) from None
+        raise PlumblineError(
+            f"{stage}: not done within {setting}={seconds:g}; its processes have been ended",
+            hint=f"{setting}=<more seconds>, or null for no limit; finished stages are reused",
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -19,7 +19,7 @@ from typing import Any
 from tasks.config.defaults import ONLINE
 from tasks.core.contract import Z_95, share_interval
 from tasks.data.kinds import names_texts
-from tasks.tracking.mlflow_registry import Version
+from tasks.tracking.mlflow_server import Version
 
 
 @dataclass(frozen=True)

@@ -6,5 +6,5 @@
 
 tracker       records of flows and of their stages
 outbox        the thread that sends them
-mlflow_server the only code that knows MLflow, with `mlflow_registry`
+mlflow_server the only code that knows MLflow
 """

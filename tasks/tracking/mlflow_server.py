@@ -1,4 +1,4 @@
-"""Send records to MLflow and register models. No other module imports MLflow.
+"""Send records to MLflow, and register models. No other module imports MLflow.
 
 Everything is logged by explicit run id through `MlflowClient`. The fluent API is not used, because
 its implicit run ends with a process or thread and takes its parent along. Weights are never
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -20,20 +21,18 @@ from typing import Any
 
 from tasks.core.disk import has_no_space
 from tasks.pipeline.report import Registered, RegisteredModel
-from tasks.tracking.mlflow_registry import (
-    CHAMPION,
-    Version,
-    list_versions,
-    register_version,
-)
-from tasks.tracking.outbox import (
-    METRICS,
-    Record,
-    RefusedError,
-    UnreachableError,
-    errors_of_mlflow,
-)
+from tasks.tracking.outbox import METRICS, Record, RefusedError, UnreachableError, reason
 
+CHAMPION = "champion"
+"""Alias of the version that is in use."""
+NUMBERS = "numbers"
+"""Tag with the numbers of the gate, as JSON."""
+EVALUATED_ON = "digest.heldout"
+"""Tag with the hash of the evaluation rows."""
+GATE = "gate"
+"""Tag with the verdict of the gate: `passed`, or the reason of its failure."""
+TRAINED_AT = "trained_at"
+"""Tag with the end of the training in UTC, ISO 8601, which decides about `candidate`."""
 RECORD = "plumbline.record"
 """Tag with our id of a run, by which a run is found that MLflow created but did not confirm."""
 REQUESTS = {
@@ -42,6 +41,70 @@ REQUESTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
+
+_LATER = (401, 403, 408, 429)
+"""Client errors that do not mean that a record is invalid."""
+_LOADED_WITH = ("mlflow", "torch", "transformers", "tokenizers", "safetensors", "accelerate")
+"""Distributions that load a served folder, next to Plumbline itself."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered model version.
+
+    `path` of the served folder, and `digest` of its manifest, are empty if another program has
+    registered the version.
+    """
+
+    model: str
+    number: int
+    aliases: tuple[str, ...]
+    path: str
+    digest: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Model and number, e.g. `plumbline/3`."""
+        return f"{self.model}/{self.number}"
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers of the gate that its run measured."""
+        with contextlib.suppress(ValueError):
+            return dict(json.loads(self.tags.get(NUMBERS, "{}")))
+        return {}
+
+    @property
+    def rows(self) -> str:
+        """Hash of the evaluation rows of its run; empty if unknown."""
+        return self.tags.get(EVALUATED_ON, "")
+
+    @property
+    def gate(self) -> str:
+        """Verdict of the gate: `passed`, or the reason of its failure; empty if unknown."""
+        return self.tags.get(GATE, "")
+
+
+@contextlib.contextmanager
+def _errors_of_mlflow() -> Iterator[None]:
+    """Turn any error of MLflow into `UnreachableError` or `RefusedError`, without passwords."""
+    try:
+        yield
+    except (UnreachableError, RefusedError):
+        raise
+    except Exception as error:
+        if hasattr(error, "get_http_status_code"):  # an MlflowException
+            status = int(error.get_http_status_code())
+        elif (response := getattr(error, "response", None)) is not None:
+            status = int(response.status_code)
+        else:  # no answer, a database that is gone, or a mistake of ours
+            outside = isinstance(error, OSError) or type(error).__module__.startswith("sqlalchemy")
+            status = 503 if outside else 400
+        text = reason(error)[:300]
+        if status >= 500 or status in _LATER:
+            raise UnreachableError(text) from None
+        raise RefusedError(text) from None
 
 
 class Server:
@@ -85,7 +148,7 @@ class Server:
         """Send the records of one run; see `tasks.tracking.outbox.Send`."""
         first = records[0]
         self._require_space()
-        with errors_of_mlflow():
+        with _errors_of_mlflow():
             if first.call == "start":
                 runs[first.run] = self._start(first.run, runs, *first.arguments)
                 return
@@ -124,12 +187,12 @@ class Server:
         from mlflow.entities import Param
 
         experiment = self.experiment_id(experiment_name)
-        all_tags = {RECORD: run, **tags}
-        if parent:
-            all_tags["mlflow.parentRunId"] = runs.get(parent, "")
         known = self._client.search_runs([experiment], f"tags.`{RECORD}` = '{run}'", max_results=1)
-        created = known[0] if known else self._client.create_run(experiment, at, all_tags, name)
-        run_id: str = created.info.run_id
+        if not known:
+            all_tags = {RECORD: run, **tags}
+            all_tags |= {"mlflow.parentRunId": runs.get(parent, "")} if parent else {}
+            known = [self._client.create_run(experiment, at, all_tags, name)]
+        run_id: str = known[0].info.run_id
         listed = [Param(key, value) for key, value in params.items()]
         for start in range(0, len(listed), 100):  # MLflow's limit
             self._client.log_batch(run_id, params=listed[start : start + 100])
@@ -145,23 +208,61 @@ class Server:
     def register(
         self, model: RegisteredModel, run_id: str, experiment: str, *, promote: bool = False
     ) -> Registered:
-        """Register the served folder, and let `candidate` name the version trained last."""
-        with errors_of_mlflow():
-            return register_version(
-                self._client,
-                model,
-                lambda tags: self._new_version(model, tags, run_id, experiment),
-                promote=promote,
-            )
+        """Register the served folder, and let `candidate` name the version trained last.
+
+        A version with the same path and digest is reused: a configuration that is run again from
+        the cache registers nothing.
+        """
+        client, name, at = self._client, model.name, model.trained_at
+        wanted = {"path": str(model.served.path), "digest": model.served.digest}
+        with _errors_of_mlflow():
+            if not client.search_registered_models(f"name='{name}'"):
+                client.create_registered_model(name)
+            versions = client.search_model_versions(f"name='{name}'")
+            trained = {
+                int(version.version): version.tags.get(TRAINED_AT, "") for version in versions
+            }
+            known = [v for v in versions if wanted.items() <= v.tags.items()]
+            if known:
+                number = int(known[0].version)
+                at = max(at, trained[number])  # later if the same bytes were trained again
+                measured = (NUMBERS, EVALUATED_ON, GATE)  # the evaluation may be another one
+                tags = {tag: value for tag, value in model.tags.items() if tag in measured}
+                for tag, value in {**tags, TRAINED_AT: at}.items():
+                    client.set_model_version_tag(name, str(number), tag, value)
+            else:
+                tags = {**model.tags, **wanted, TRAINED_AT: at}
+                number = self._new_version(model, tags, run_id, experiment)
+            trained[number] = at
+            newest = max(trained, key=lambda each: (trained[each], each))
+            client.set_registered_model_alias(name, "candidate", str(newest))
+            if promote:
+                client.set_registered_model_alias(name, CHAMPION, str(number))
+        version = f"models:/{name}/{number}"
+        return Registered(version, f"models:/{name}/{newest}", version if promote else "")
 
     def versions(self) -> list[Version]:
         """Return the versions of all registered models, the newest of a model first."""
-        with errors_of_mlflow():
-            return list_versions(self._client)
+        listed, token = [], None
+        with _errors_of_mlflow():
+            while token != "":
+                page = self._client.search_model_versions(page_token=token)
+                listed += page
+                token = page.token or ""
+            # A search leaves the aliases out.
+            models = {version.name for version in listed}
+            aliases = {model: self._client.get_registered_model(model).aliases for model in models}
+        versions = []
+        for each in listed:
+            numbers, tags = aliases[each.name].items(), dict(each.tags)
+            own = tuple(sorted(a for a, number in numbers if str(number) == str(each.version)))
+            path, digest = tags.get("path", ""), tags.get("digest", "")
+            versions.append(Version(each.name, int(each.version), own, path, digest, tags))
+        return sorted(versions, key=lambda version: (version.model, -version.number))
 
     def promote(self, version: Version) -> str:
         """Let the alias `champion` name a version. Returns the number before; empty for none."""
-        with errors_of_mlflow():
+        with _errors_of_mlflow():
             aliases = self._client.get_registered_model(version.model).aliases
             self._client.set_registered_model_alias(version.model, CHAMPION, str(version.number))
             return str(aliases.get(CHAMPION, ""))
@@ -208,10 +309,6 @@ def _save_pyfunc(folder: Path, model: RegisteredModel, logged: Any) -> None:
     )
 
 
-_LOADED_WITH = ("mlflow", "torch", "transformers", "tokenizers", "safetensors", "accelerate")
-"""Distributions that load a served folder, next to Plumbline itself."""
-
-
 @contextlib.contextmanager
 def _fluent_calls_go_to(uri: str) -> Iterator[None]:
     """Let MLflow's fluent API use a server, for a call that `MlflowClient` does not have.
@@ -220,7 +317,7 @@ def _fluent_calls_go_to(uri: str) -> Iterator[None]:
     """
     import mlflow
 
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")}
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     try:
@@ -228,7 +325,7 @@ def _fluent_calls_go_to(uri: str) -> Iterator[None]:
     finally:
         mlflow.set_tracking_uri(None)
         mlflow.set_registry_uri(None)
-        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        for name, value in before.items():
             os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
+            if value is not None:
+                os.environ[name] = value

@@ -7,12 +7,12 @@ again by a tag.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -55,48 +55,48 @@ class RefusedError(Exception):
 
 
 class Outbox:
-    """Records of one flow, and the thread that sends them.
+    """Records of one flow, and the thread that sends them; without `send` all are dropped.
 
     `server` has no password; in `reports` the flow leaves its numbers in any case.
     """
 
-    def __init__(self, server: str, send: Send, reports: Path) -> None:
+    def __init__(self, server: str, send: Send | None, reports: Path) -> None:
         self._server, self._send, self._reports = server, send, reports
         self._waiting: deque[Record] = deque()
         self.runs: dict[str, str] = {}
         """MLflow's ids of runs by ours."""
         self.problem = ""
         """Why the last delivery failed; empty if it did not."""
-        self._refused = self._put = self._sent = 0
+        self._refused = 0
         self._changed = threading.Condition()
-        self._is_asked = self._is_closing = False
-        self._begun = self._ended = 0
+        self._asked = self._done = 0  # deliveries that somebody waits for
+        self._is_closing = send is None
         self._thread = threading.Thread(target=self._work, name="mlflow outbox", daemon=True)
-        self._thread.start()
+        if send is not None:
+            self._thread.start()
 
     def put(self, call: str, run: str, *arguments: Any) -> None:
         """Add a record."""
-        self._put += 1
-        self._waiting.append(Record(call, run, arguments))
+        if self._send is not None:
+            self._waiting.append(Record(call, run, arguments))
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until one delivery has been tried. Returns True if MLflow has all earlier records.
+        """Wait until one delivery has been tried. Returns True if MLflow has all records.
 
         After `close` it does not wait: the summary of a failed flow asks then.
         """
         with self._changed:
-            put = self._put
             if not self._is_closing:
-                wanted, self._is_asked = self._begun + 1, True
+                self._asked = asked = self._asked + 1
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._ended >= wanted, limit_s)
-        return self._sent >= put
+                self._changed.wait_for(lambda: self._done >= asked, limit_s)
+        return not self._waiting
 
     def report(self) -> str:
         """Return a line about what MLflow has not recorded; empty if it has everything."""
-        if self._sent < self._put:
+        if waiting := len(self._waiting):
             return (
-                f"MLflow at {self._server} has not got {self._put - self._sent} records "
+                f"MLflow at {self._server} has not got {waiting} records "
                 f"({self.problem or 'it is too slow'}); the numbers are in {self._reports}"
             )
         return f"MLflow has refused {self._refused} records" if self._refused else ""
@@ -106,7 +106,8 @@ class Outbox:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(limit_s)
+        if self._send is not None:
+            self._thread.join(limit_s)
         if report := self.report():
             log.warning("%s", report)
 
@@ -115,75 +116,42 @@ class Outbox:
         while not is_last:
             with self._changed:
                 pause = PAUSE_S if self.problem else POLL_S
-                self._changed.wait_for(lambda: self._is_asked or self._is_closing, pause)
-                is_last, self._is_asked = self._is_closing, False
-                self._begun += 1
+                self._changed.wait_for(
+                    lambda: self._asked > self._done or self._is_closing, timeout=pause
+                )
+                is_last, asked = self._is_closing, self._asked
             try:
-                while batch := self._batch():
-                    self._deliver(batch)
+                while self._waiting:
+                    self._deliver()
                 self.problem = ""
             except Exception as error:  # the thread must live as long as the flow
                 if not self.problem:
                     what = "MLflow at %s does not answer (%s). The run goes on, and sends it later"
-                    log.warning(what, self._server, _reason(error))
-                self.problem = _reason(error)
+                    log.warning(what, self._server, reason(error))
+                self.problem = reason(error)
             with self._changed:
-                self._ended += 1
+                self._done = asked
                 self._changed.notify_all()
 
-    def _deliver(self, batch: list[Record]) -> None:
+    def _deliver(self) -> None:
+        """Send the oldest record; of a metric, also those of the same run that follow."""
+        first = self._waiting[0]
+        # A copy of the beginning: the flow adds records at the end meanwhile.
+        oldest = [self._waiting[at] for at in range(min(len(self._waiting), MOST_VALUES))]
+        batch = list(
+            takewhile(lambda each: (each.call, each.run) == (METRICS, first.run), oldest)
+        ) or [first]
         try:
-            self._send(batch, self.runs)
+            if self._send is not None:
+                self._send(batch, self.runs)
         except RefusedError as error:
             log.warning("MLflow refuses a record, which is left out: %s", error)
             self._refused += len(batch)
         for _ in batch:
             self._waiting.popleft()
-        self._sent += len(batch)
-
-    def _batch(self) -> list[Record]:
-        """Return the oldest record; of a metric, also those of the same run that follow."""
-        batch: list[Record] = []
-        for at in range(min(len(self._waiting), MOST_VALUES)):  # others may be added meanwhile
-            record = self._waiting[at]
-            if batch and (record.call, record.run) != (METRICS, batch[0].run):
-                break
-            batch.append(record)
-            if record.call != METRICS:
-                break
-        return batch
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """Return an error in one line: that of the database, without the SQL that SQLAlchemy adds."""
     lines = redact(str(error)).splitlines() or [type(error).__name__]
     return next((line for line in lines if "Error) " in line), lines[0])
-
-
-_LATER = (401, 403, 408, 429)
-"""Client errors that do not mean that a record is invalid."""
-
-
-@contextlib.contextmanager
-def errors_of_mlflow() -> Iterator[None]:
-    """Turn any error of MLflow into `UnreachableError` or `RefusedError`, without passwords."""
-    try:
-        yield
-    except (UnreachableError, RefusedError):
-        raise
-    except Exception as error:
-        status, reason = _status(error), _reason(error)[:300]
-        if status is None or status >= 500 or status in _LATER:
-            raise UnreachableError(reason) from None
-        raise RefusedError(reason) from None
-
-
-def _status(error: Exception) -> int | None:
-    """Return the HTTP status of an error; None if there was no answer, 400 for our own errors."""
-    if hasattr(error, "get_http_status_code"):  # an MlflowException
-        return int(error.get_http_status_code())
-    response = getattr(error, "response", None)
-    if response is not None:
-        return int(response.status_code)
-    outside = isinstance(error, OSError) or type(error).__module__.startswith("sqlalchemy")
-    return None if outside else 400

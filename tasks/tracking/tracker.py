@@ -21,8 +21,7 @@ from tasks.core.redaction import redact, redacted
 from tasks.drift.verdict import NAMES as PRINTS
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
 from tasks.pipeline.report import Registered, RegisteredModel
-from tasks.tracking.mlflow_registry import CHAMPION, Version
-from tasks.tracking.mlflow_server import Server
+from tasks.tracking.mlflow_server import CHAMPION, Server, Version
 from tasks.tracking.outbox import METRICS, Outbox, RefusedError, UnreachableError
 
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
@@ -36,17 +35,25 @@ _INTERRUPTED_S = 5.0
 
 
 class Tracker:
-    """MLflow runs of one flow, a `FlowTracker`: a parent run, and a child run per stage.
+    """MLflow runs of one flow: a parent run, and a child run per stage.
 
     Args:
         artifact_root: folder for logged files if `uri` is a database; None for a server.
         reports: folder in which flows leave their numbers in any case, for messages.
+        recorded: False to record nothing, and not to import MLflow.
     """
 
     def __init__(
-        self, uri: str, experiment: str, artifact_root: Path | None, reports: Path
+        self,
+        uri: str,
+        experiment: str,
+        artifact_root: Path | None,
+        reports: Path,
+        *,
+        recorded: bool = True,
     ) -> None:
         self.uri, self._experiment, self._reports = uri, experiment, reports
+        self._recorded = recorded
         self._server = Server(uri, artifact_root)
         self._outbox: Any = None  # an Outbox while `flow` runs
         self._id = ""
@@ -73,7 +80,8 @@ class Tracker:
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
     ) -> Iterator[str]:
         """Open the parent run while the block runs; it ends as FAILED or KILLED if that raises."""
-        self._outbox = Outbox(redact(self.uri), self._server.send, self._reports)
+        send = self._server.send if self._recorded else None
+        self._outbox = Outbox(redact(self.uri), send, self._reports)
         limit_s = _DELIVER_S
         try:
             self._id = self._start(name, flatten(config), tags)
@@ -171,7 +179,7 @@ class Tracker:
 
 
 class StageRun:
-    """MLflow run of one stage, a `StageRecord`; `datasets` are those of the flow, by digest."""
+    """MLflow run of one stage; `datasets` are those of the flow, by digest."""
 
     def __init__(
         self, outbox: Outbox, local_id: str, datasets: dict[str, dict[str, str]] | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
-from flows.orchestration.progress import progress
+from flows.orchestration.progress import Progress
 from tasks.core.events import EVENTS, parse, rewind
 from tasks.pipeline.artifact import Origin
 from tasks.tracking.tracker import Tracker
@@ -42,8 +42,8 @@ def tracked(tracker: Tracker, lines: Sequence[str], replayed: Sequence[object] =
     with (
         tracker.flow("f", {}, "", {}),
         tracker.stage("train", Origin("shards", "train", "k")) as run,
-        progress(run, logging.getLogger(__name__)) as shown,
     ):
+        shown = Progress(run, logging.getLogger(__name__))
         for event in replayed:
             shown({**event, "replayed": True})  # type: ignore[dict-item]
         for line in lines:

@@ -10,8 +10,8 @@ from tasks.core.errors import ContractError
 from tasks.register import require_passed
 from tasks.release.gate import Condition, Gate, interval, judge, measured, parse
 from tasks.release.gate import conditions as conditions_of
-from tasks.tracking.mlflow_registry import EVALUATED_ON, Version
-from tasks.tracking.mlflow_registry import NUMBERS as TAG
+from tasks.tracking.mlflow_server import EVALUATED_ON, Version
+from tasks.tracking.mlflow_server import NUMBERS as TAG
 
 METRICS = {"eval/before": 0.5, "eval/after": 0.7, "eval/compared": 200.0, "loss": 1.5}
 EXACT = "eval.exact_match"

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from flows.cli.config import compose_config
-from flows.delivery.run_delivery import Untracked
-from flows.orchestration.flow_run import FlowRun, in_this_process
+from flows.orchestration.flow_run import FlowRun, in_this_process, tracker_of
 from flows.report.figures import row_lengths
 from flows.report.page import REPORT, write_report
 from flows.report.results import response_lengths
@@ -88,7 +87,8 @@ def test_failed_and_cancelled_runs_have_their_page(
     words = ["source=s", f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}"]
     composed = compose_config(words, config_name="deliver")
     host = in_this_process("0123456789", LOG)
-    run = FlowRun.begin("deliver", composed, host, tracker=Untracked(), overrides=words)
+    tracker = tracker_of(composed, recorded=False)
+    run = FlowRun.begin("deliver", composed, host, tracker=tracker, overrides=words)
     with pytest.raises(type(error)):
         run.run("title", stages)
     assert text in (tmp_path / "runs" / "latest" / REPORT).read_text()

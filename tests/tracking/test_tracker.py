@@ -15,7 +15,7 @@ from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.register import register
 from tasks.release.gate import Gate
-from tasks.tracking.mlflow_registry import EVALUATED_ON, NUMBERS
+from tasks.tracking.mlflow_server import EVALUATED_ON, NUMBERS
 from tasks.tracking.tracker import Tracker
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infra.servers.services import Services
+from infra.services import Services
 from tests.conftest import PROJECT
 from tests.verify.serving import free_port
 
@@ -42,9 +42,9 @@ class Site:
         return cls(services, env)
 
     def command(self, name: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run `python -m infra.servers.services NAME`."""
+        """Run `python -m infra.services NAME`."""
         return subprocess.run(
-            [sys.executable, "-m", "infra.servers.services", name],
+            [sys.executable, "-m", "infra.services", name],
             cwd=PROJECT, env=self.env | env, capture_output=True, text=True,
         )  # fmt: skip
 
@@ -60,20 +60,20 @@ class Site:
 
     def deployment(self, name: str) -> dict[str, Any]:
         """Return a registered deployment."""
-        deployments = self.services.prefect.post("/deployments/filter", {})
+        deployments = self.services.request("POST", "/deployments/filter", {})
         return next(entry for entry in deployments if entry["name"] == name)
 
     def start_run(self, name: str, overrides: list[str], **body: Any) -> str:
         """Start a flow run of a deployment. Returns its id."""
         path = f"/deployments/{self.deployment(name)['id']}/create_flow_run"
         body["parameters"] = {"overrides": overrides}
-        return str(self.services.prefect.post(path, body)["id"])
+        return str(self.services.request("POST", path, body)["id"])
 
     def finished_run(self, run_id: str) -> dict[str, Any]:
         """Return a flow run, once it has a final state."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            run: dict[str, Any] = self.services.prefect.get(f"/flow_runs/{run_id}")
+            run: dict[str, Any] = self.services.request("GET", f"/flow_runs/{run_id}")
             if run["state_type"] in FINAL:
                 return run
             assert time.monotonic() < deadline, f"{run}\n{self.worker_log[-3000:]}"
@@ -84,7 +84,8 @@ class Site:
         deadline = time.monotonic() + PATIENCE_S
         query = {"logs": {"flow_run_id": {"any_": [run_id]}}, "limit": 200}
         while True:
-            lines = [line["message"] for line in self.services.prefect.post("/logs/filter", query)]
+            logs = self.services.request("POST", "/logs/filter", query)
+            lines = [line["message"] for line in logs]
             if any(words in line for line in lines):
                 return
             assert time.monotonic() < deadline, "\n".join([*lines, self.worker_log[-3000:]])

@@ -18,8 +18,8 @@ from tests.infra.servers.conftest import Site
 @pytest.fixture
 def registered(site: Site) -> list[Artifact]:
     """Two versions of a model, of which the second is `candidate`, and one of another program."""
-    server = Server(site.services.mlflow.url, None)
-    client = MlflowClient(site.services.mlflow.url, site.services.mlflow.url)
+    server = Server(site.services.mlflow_url, None)
+    client = MlflowClient(site.services.mlflow_url, site.services.mlflow_url)
     run = client.create_run(server.experiment_id("plumbline"))
     artifacts = []
     for seed in (1, 2):
@@ -37,7 +37,7 @@ def registered(site: Site) -> list[Artifact]:
 def table(site: Site, run_id: str) -> list[dict[str, Any]]:
     """Return the rows of the only table of a flow run."""
     query = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"like_": "audit-registry"}}}
-    (artifact,) = site.services.prefect.post("/artifacts/filter", query)
+    (artifact,) = site.services.request("POST", "/artifacts/filter", query)
     assert artifact["type"] == "table"
     rows: list[dict[str, Any]] = json.loads(artifact["data"])
     return rows

@@ -24,7 +24,7 @@ def test_other_users_can_read_nothing(site: Site) -> None:
     runs, settings = site.services.runs, client_settings(site.services.home)
     assert stat.S_IMODE((site.services.home / "prefect.env").stat().st_mode) == 0o600
     assert stat.S_IMODE(site.services.home.stat().st_mode) == 0o700
-    assert settings["PREFECT_API_URL"] == site.services.prefect.url
+    assert settings["PREFECT_API_URL"] == site.services.prefect_url
     assert len(settings["PREFECT_API_AUTH_STRING"]) > 40
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -37,8 +37,8 @@ def test_other_users_can_read_nothing(site: Site) -> None:
 
 def test_prefect_wants_the_login_and_a_token(site: Site) -> None:
     """A page of another site has neither, and its browser shows it no answer."""
-    api, path = site.services.prefect, f"/deployments/{site.deployment('rlhf-qlora')['id']}"
-    login = tuple(api.auth.split(":"))
+    path = f"/deployments/{site.deployment('rlhf-qlora')['id']}"
+    login = tuple(site.services.auth.split(":"))
     for method, place, headers, auth, statuses in (
         ("POST", f"{path}/create_flow_run", {}, None, (401, 403)),
         ("GET", "/csrf-token?client=x", {}, None, (401,)),
@@ -50,7 +50,9 @@ def test_prefect_wants_the_login_and_a_token(site: Site) -> None:
          {"Origin": EVIL, "Access-Control-Request-Method": "POST"}, None, (400,)),
     ):  # fmt: skip
         body = {} if method == "POST" else None
-        answer = httpx.request(method, api.url + place, json=body, headers=headers, auth=auth)
+        answer = httpx.request(
+            method, site.services.prefect_url + place, json=body, headers=headers, auth=auth
+        )
         assert answer.status_code in statuses, (method, place, headers)
 
 

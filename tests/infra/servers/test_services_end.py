@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.servers.services import record_of
-from infra.servers.services import NAMES
+from flows.servers.services import running as service
+from infra.services import NAMES
 from tasks.pipeline.locks import hold
 from tests.infra.servers.conftest import Site
 
@@ -40,11 +40,9 @@ def test_the_queue_goes_on_after_down_and_after_kill_9(own_site: Site) -> None:
 
         killed = running(own_site, waiting)
         for name in NAMES:
-            record = record_of(name, own_site.services.home)
-            assert record is not None
-            process = record.process()
-            assert process is not None
-            for member in [process, *process.children(recursive=True)]:
+            daemon = service(name, own_site.services.home)
+            assert daemon is not None
+            for member in [daemon.process, *daemon.process.children(recursive=True)]:
                 os.kill(member.pid, signal.SIGKILL)
         own_site.require("up")
         assert own_site.finished_run(killed)["state_type"] == "CRASHED"

@@ -42,13 +42,7 @@ _STATUS = {"registered": "registered models", "resumable": "runs that may go on"
 
 
 def job(composed: Composed, words: list[str]) -> int:
-    """Run the command. Returns the exit status.
-
-    Raises:
-        ConfigError: the settings are wrong, or MLflow does not answer: nothing was removed.
-        BusyError: runs still use the folder after `paths.wait_s`.
-        ArtifactError: the manifest of a registered model is damaged, or a file cannot be removed.
-    """
+    """Run the command. Returns the exit status."""
     settings = composed.settings
     bootstrap(PROJECT, composed.runs)
     preflight(list(_problems(composed)))

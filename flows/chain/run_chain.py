@@ -19,8 +19,7 @@ from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.composed import Composed
 from flows.cli.plan import check, render
-from flows.orchestration.devices import reserve
-from flows.orchestration.flow_run import FlowRun, tracker_of
+from flows.orchestration.flow_run import FlowRun, reserve, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
 from tasks.config.checks.memory import memory_of
 from tasks.core.redaction import without_passwords

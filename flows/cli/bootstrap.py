@@ -50,10 +50,8 @@ _set_here: set[str] = set()
 def bootstrap(project: Path, runs: Path) -> None:
     """Set the environment of this process and of its child processes. Writes nothing to disk.
 
-    Args:
-        project: the project's root; caches go under its `.cache`.
-        runs: `paths.runs`. Prefect's home goes under it, unless `PREFECT_API_URL` is set: then
-            Prefect's settings are left alone.
+    Caches go under `.cache` of the project, Prefect's home under the folder of runs, unless
+    `PREFECT_API_URL` is set: then Prefect's settings are left alone.
     """
     offer(QUIET)
     if level := os.environ.get("PLUMBLINE_LOG_LEVEL"):

@@ -26,16 +26,11 @@ _EXAMPLES = {"source": "<folder of the checkpoint>", "out": "<a new folder>"}
 
 @dataclass(frozen=True)
 class Composed:
-    """A checked configuration.
+    """A checked configuration as nested plain dictionaries.
 
-    Attributes:
-        settings: nested plain dictionaries, as its dataclass has them.
-        recorded: the settings for records: without secrets, and with `${oc.env:NAME}` in place of
-            what it stands for.
-        runs: absolute path of `paths.runs`.
-        tracking_uri: URI of MLflow, with the default filled in.
-        tracking_root: folder for logged files; None if a server stores them.
-        defaults: lines about computed defaults: key, value and reason.
+    `recorded` are the settings without secrets, and with `${oc.env:NAME}` in place of what it
+    stands for; `runs` is absolute; `tracking_root` is None if a server stores logged files;
+    `defaults` are lines about computed defaults: key, value and reason.
     """
 
     settings: dict[str, Any]
@@ -54,10 +49,7 @@ class Composed:
     def of(cls, config: DictConfig, section: type) -> Composed:
         """Resolve a configuration, and check it against its dataclass.
 
-        Raises:
-            OmegaConfBaseException: a mandatory value is missing, or an interpolation names no
-                setting.
-            ValidationError: of pydantic; the dataclass does not allow some of the values.
+        Raises the errors of OmegaConf and pydantic.
         """
         typed = hide_variables_of(config)  # an error below may show a value
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -83,16 +75,10 @@ def resolve(
     problems: Sequence[Problem] = (),
     checks: Callable[[dict[str, Any]], Iterator[Finding]] | None = None,
 ) -> Composed:
-    """Make and check a configuration.
+    """Make and check a configuration. Raises ConfigError with all problems.
 
-    Args:
-        make: returns it with the words that are right; it may raise a ConfigError.
-        words: of the command line.
-        problems: mistakes in other words.
-        checks: of the command; run if a word is wrong, with the default in place of its value.
-
-    Raises:
-        ConfigError: with all problems, of names and of values.
+    `make` returns it with the words that are right, `problems` are mistakes in other words. If a
+    word is wrong, the checks of the command run with the default in place of its value.
     """
     from pydantic import ValidationError
 

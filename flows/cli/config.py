@@ -74,16 +74,11 @@ for _program, _section in SCHEMAS.items():
 
 
 def compose_config(overrides: Sequence[str], *, config_name: str = "rlhf") -> Composed:
-    """Compose and check a configuration.
+    """Compose and check a configuration; `config_name` is a root file in `conf`.
 
-    Args:
-        overrides: words of a command line, e.g. `["+exp=qlora", "train.lr=1e-4"]`. Of those of
-            single steps (`steps.ppo.train.lr=1e-4`) the names are checked.
-        config_name: root file in `conf`, without its suffix.
-
-    Raises:
-        ConfigError: with every unknown key, group or option, wrong value, missing value, and
-            override that cannot be parsed.
+    Of overrides of single steps (`steps.ppo.train.lr=1e-4`) the names are checked. Raises
+    ConfigError with every unknown key, group or option, wrong or missing value, and override that
+    cannot be parsed.
     """
     names = vocabulary(config_name, overrides)
     problems = wrong_overrides(overrides, names)
@@ -104,8 +99,7 @@ def compose_config(overrides: Sequence[str], *, config_name: str = "rlhf") -> Co
 def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
     """Compose a configuration with Hydra alone; mandatory values may be missing.
 
-    Raises:
-        ConfigError: Hydra refuses an override or a file.
+    Raises ConfigError if Hydra refuses an override or a file.
     """
     try:
         with initialize_config_dir(str(CONF), job_name="rlhf", version_base="1.3"):

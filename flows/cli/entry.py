@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from tasks.core.redaction import hide_interpolated, redact, redacted
 from tasks.core.terminal import plain, quoted
 
 Job = Callable[[Composed, list[str]], int]
+"""(configuration, its overrides) -> exit status."""
 _FLAGS = {
     "--multirun": 0, "-m": 0, "--resolve": 0, "--version": 0, "--hydra-help": 0,
     "--cfg": 1, "-c": 1, "--info": 1, "-i": 1, "--package": 1, "-p": 1, "--shell-completion": 1,
@@ -41,41 +41,24 @@ _FLAGS = {
 _RAISE = "HYDRA_FULL_ERROR"
 
 
-@dataclass
-class Arguments:
-    """Sorted words of a command line: Hydra's flags with their values, and overrides."""
-
-    flags: list[str] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
-    topics: list[str] = field(default_factory=list)
-
-
 def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -> int:
     """Run a job for every configuration of a command line; `--multirun` has several.
 
-    Args:
-        config_name: root file in `conf`, without its suffix.
-        job: gets the configuration and its overrides; returns an exit status.
-        argv: the command line after the program's name; None for that of this process.
-
-    Returns:
-        The exit status.
+    `config_name` is a root file in `conf`, without its suffix; `argv` are the words after the
+    program's name, by default those of this process. Returns the exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         print(brief(vocabulary(config_name)), file=sys.stderr)
         return 2
-    wants_help = bool({"--help", "-h"} & set(words))
     try:
-        arguments = read(words, vocabulary(config_name), wants_help=wants_help)
-        names = vocabulary(config_name, arguments.overrides)
-        if wants_help:
-            config = composed_as_is(split(arguments.overrides)[0], config_name)
-            print(full(names, config, arguments.topics))
+        if {"--help", "-h"} & set(words):
+            flags, overrides, topics = read(words, vocabulary(config_name), wants_help=True)
+            config = composed_as_is(split(overrides)[0], config_name)
+            print(full(vocabulary(config_name, overrides), config, topics))
             return 0
-        runs = (
-            _by_hydra(config_name, arguments, names) if arguments.flags else [arguments.overrides]
-        )
+        flags, overrides, _ = read(words, vocabulary(config_name))
+        runs = _by_hydra(config_name, flags, overrides) if flags else [overrides]
     except PlumblineError as error:
         return report(error)
     return max((_run(config_name, job, overrides) for overrides in runs), default=0)
@@ -89,61 +72,60 @@ def _run(config_name: str, job: Job, overrides: list[str]) -> int:
     return run_job(job, composed, overrides)
 
 
-def read(words: Sequence[str], names: Vocabulary, *, wants_help: bool = False) -> Arguments:
-    """Sort a command line before Hydra parses it.
+def read(
+    words: Sequence[str], names: Vocabulary, *, wants_help: bool = False
+) -> tuple[list[str], list[str], list[str]]:
+    """Sort a command line into Hydra's flags with their values, overrides, and topics of help.
 
     Hydra answers another tool's flag (`--learning_rate 1e-4`) with its usage, and a word without
-    `=` with an error of its grammar.
-
-    Raises:
-        ConfigError: with all words that are neither a flag of Hydra nor an override.
+    `=` with an error of its grammar. Raises ConfigError with all words that are neither.
     """
-    arguments, problems, rest = Arguments(), list[Problem](), list(words)
-    folders = list[str]()
+    flags, overrides, topics, folders = list[str](), list[str](), list[str](), list[str]()
+    problems, rest = list[Problem](), list(words)
     while rest:
         word = rest.pop(0)
         flag, joined, value = word.partition("=")
         if flag in ("--config-dir", "-cd"):
-            folder = Path(value if joined else rest.pop(0) if rest else ".").absolute()
-            folders.append(f"file://{folder}")
+            folder = value if joined else rest.pop(0) if rest else "."
+            folders.append(f"file://{Path(folder).absolute()}")
         elif flag in _FLAGS:
             optional = flag in ("--info", "-i") and "=" in "".join(rest[:1])
             count = 0 if joined or optional else _FLAGS[flag]
-            arguments.flags += [word, *rest[:count]]
+            flags += [word, *rest[:count]]
             rest = rest[count:]
         elif wants_help and (word in ("--help", "-h") or names.has(word)):
-            arguments.topics += [] if word.startswith("-") else [word]
+            topics += [] if word.startswith("-") else [word]
         elif word.startswith("-"):
             has_value = not joined and rest and "=" not in rest[0] and not rest[0].startswith("-")
             problems.append(no_setting(word, names, rest.pop(0) if has_value else ""))
-        elif names.program == "deliver" and _is_source(word, names, arguments.overrides):
-            arguments.overrides.append(f"source={quoted(word)}")
+        elif names.program == "deliver" and _is_source(word, names, overrides):
+            overrides.append(f"source={quoted(word)}")
         elif "=" in word or word.startswith("~"):
-            arguments.overrides.append(word)
+            overrides.append(word)
         else:
             problems.append(no_setting(word, names))
     if problems:
         raise config_error(problems)
     if folders:  # an override, so that a worker that gets the overrides finds the folders too
-        arguments.overrides.insert(0, f"hydra.searchpath=[{','.join(folders)}]")
-    return arguments
+        overrides.insert(0, f"hydra.searchpath=[{','.join(folders)}]")
+    return flags, overrides, topics
 
 
 def _is_source(word: str, names: Vocabulary, overrides: Sequence[str]) -> bool:
     """Return True for the folder of `deliver DIR`, which may have an equals sign in its name."""
-    named = any(o.startswith(("source=", "adapters=")) for o in overrides)
     key = word.partition("=")[0].lstrip("+~")
-    return not (named or names.has(key) or key in names.groups) and (
-        "=" not in word or Path(word).exists()
-    )
+    if any(o.startswith(("source=", "adapters=")) for o in overrides):
+        return False
+    return not (names.has(key) or key in names.groups) and ("=" not in word or Path(word).exists())
 
 
-def _by_hydra(config_name: str, arguments: Arguments, names: Vocabulary) -> list[list[str]]:
+def _by_hydra(config_name: str, flags: list[str], overrides: list[str]) -> list[list[str]]:
     """Let Hydra do what its flags ask for. Returns the overrides of every run of a sweep."""
-    if problems := wrong_overrides(arguments.overrides, names):
+    names = vocabulary(config_name, overrides)
+    if problems := wrong_overrides(overrides, names):
         raise config_error(problems)
-    plain_overrides, _ = split(arguments.overrides)
-    for_steps = [o for o in arguments.overrides if o not in plain_overrides]
+    of_run, _ = split(overrides)
+    of_steps = [o for o in overrides if o not in of_run]
     jobs: list[list[str]] = []
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
@@ -152,14 +134,14 @@ def _by_hydra(config_name: str, arguments: Arguments, names: Vocabulary) -> list
         # Not resolved: Prefect records the overrides as they were typed, with `${oc.env:NAME}`.
         typed: Any = OmegaConf.to_container(HydraConfig.get().overrides, resolve=False)
         searched = [o for o in typed["hydra"] if o.startswith("hydra.searchpath=")]
-        jobs.append([*typed["task"], *searched, *for_steps])
+        jobs.append([*typed["task"], *searched, *of_steps])
 
-    hide_interpolated(" ".join(arguments.overrides))
+    hide_interpolated(" ".join(overrides))
     with suppress(PlumblineError):  # which Hydra reports below
-        hide_variables_of(composed_as_is(plain_overrides, config_name))
+        hide_variables_of(composed_as_is(of_run, config_name))
     before, os.environ[_RAISE], text = sys.argv, "1", io.StringIO()
-    resolve = ["--resolve"] if "job" in arguments.flags else []  # computed defaults as numbers
-    sys.argv = [sys.argv[0], *plain_overrides, *arguments.flags, *resolve]
+    resolve = ["--resolve"] if "job" in flags else []  # computed defaults as numbers
+    sys.argv = [sys.argv[0], *of_run, *flags, *resolve]
     try:
         with redirect_stdout(text):
             note()

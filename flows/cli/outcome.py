@@ -20,11 +20,7 @@ from tasks.serving.llama_cpp import gguf_file, serve_line
 def exit_status(state: Any, runs: Path) -> int:
     """Print the summary of a flow run, or the error that ended it.
 
-    Args:
-        runs: `paths.runs`.
-
-    Returns:
-        The exit status: 0, that of the error's class, or 1 for an unexpected error.
+    Returns the exit status: 0, that of the error's class, or 1 for an unexpected error.
     """
     result = state.result(raise_on_failure=False)
     if state.is_completed():
@@ -46,14 +42,10 @@ def exit_status(state: Any, runs: Path) -> int:
 def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
     """Print the summary's table of a run that has just ended, and what to type next.
 
-    Args:
-        runs: `paths.runs`.
-        summary: the summary. `<runs>/latest` may be that of another run by now.
-        shown: line about the pages in Prefect and MLflow; empty for none.
-
-    Returns:
-        The exit status: 0, or 3 if the model could not be registered.
+    `shown` is a line about the pages in Prefect and MLflow. Returns the exit status: 0, or 3 if the
+    model could not be registered.
     """
+    # `<runs>/latest` may be that of another run by now.
     folder = runs / "reports" / summary["run"]
     lines = [f"next: {_serve(Path(summary['served']))}"] if summary["served"] else []
     lines += [shown] if shown else []

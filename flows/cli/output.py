@@ -35,11 +35,7 @@ def inside(settings: Mapping[str, Any], *keys: str) -> Iterator[Finding]:
 
 
 def write_report(out: str, text: str) -> None:
-    """Write a report to the file that a user named.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Write a report to the file that a user named. Raises ConfigError if it cannot be written."""
     try:
         folder(out).write_text(text)
         open_up(folder(out))

@@ -26,13 +26,9 @@ from tasks.rl.algorithms import described
 
 
 def check(steps: Sequence[Step], *, shown: bool = False) -> None:
-    """Check all steps of a run and print the warnings.
+    """Check all steps of a run and print the warnings, unless a plan has just `shown` all findings.
 
-    Args:
-        shown: True if a plan has just printed all findings; they are not printed again.
-
-    Raises:
-        ConfigError: the configuration is invalid; the error names the problems of all steps.
+    Raises ConfigError with the problems of all steps.
     """
     prefixes = {step.name: f"{step.name}: " if step.name else "" for step in steps}
     problems = [

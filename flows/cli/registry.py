@@ -8,7 +8,6 @@ models:/plumbline@champion    the version that an alias names
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,16 +25,11 @@ from tasks.tracking.outbox import RefusedError, UnreachableError
 
 SCHEME = "models:/"
 DATABASE = "mlflow/mlflow.db"
-_NAME = re.compile(r"models:/(?P<model>[^/@]+)(/(?P<number>[0-9]+)|@(?P<alias>[\w.-]+))")
 
 
 @contextmanager
 def registry(composed: Composed) -> Iterator[Server]:
-    """Open MLflow's registry; no database is made.
-
-    Raises:
-        ConfigError: there is no registry, or it does not answer.
-    """
+    """Open MLflow's registry. Raises ConfigError if there is none, or it does not answer."""
     bootstrap(PROJECT, composed.runs)
     uri = composed.settings["tracking"]["uri"]
     preflight(list(reachable(uri)))
@@ -54,31 +48,19 @@ def registry(composed: Composed) -> Iterator[Server]:
 
 
 def find(versions: Sequence[Version], name: str) -> Version:
-    """Return the registered version that a name means.
-
-    Args:
-        name: `models:/<model>/<number>` or `models:/<model>@<alias>`.
-
-    Raises:
-        ConfigError: there is no such version; the hint has names that exist.
-    """
-    match = _NAME.fullmatch(name)
-    if match is not None:
-        for version in versions:
-            wanted = str(version.number) == match["number"] or match["alias"] in version.aliases
-            if version.model == match["model"] and wanted:
-                return version
-    known = [f"{SCHEME}{v.model}@{alias}" for v in versions for alias in v.aliases]
-    known += [f"{SCHEME}{version.name}" for version in versions if version.path]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or known[:3]
+    """Return the registered version that a name means. Raises ConfigError if there is none."""
+    known = {f"{SCHEME}{v.model}@{alias}": v for v in versions for alias in v.aliases}
+    known |= {f"{SCHEME}{version.name}": version for version in versions}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [*known][:3]
     raise ConfigError(f"{name} is not registered", hint=" or ".join(near) or "train a model first")
 
 
 def named(composed: Composed) -> tuple[Path, Version | None]:
     """Return the folder that setting `source` names, and its version if it is registered.
 
-    Raises:
-        ConfigError: there is no such version or folder.
+    Raises ConfigError if there is no such version or folder.
     """
     name = composed.settings["source"]
     if name.startswith(SCHEME):

@@ -27,19 +27,12 @@ from tasks.core.finding import Finding
 
 @dataclass(frozen=True)
 class Tool:
-    """A command.
-
-    Attributes:
-        settings: its dataclass.
-        folders: settings that words without `key=` stand for, in their order.
-        bare: True if it runs without words; others print a short help then.
-        passes_on: True if words from the first `-` on belong to the program that it starts.
-    """
+    """A command and the dataclass of its settings."""
 
     settings: type
-    folders: tuple[str, ...] = ()
-    bare: bool = False
-    passes_on: bool = False
+    folders: tuple[str, ...] = ()  # settings that words without `key=` stand for, in their order
+    bare: bool = False  # runs without words; others print a short help then
+    passes_on: bool = False  # words from the first `-` on belong to the program that it starts
 
 
 TOOLS = {
@@ -94,12 +87,9 @@ def vocabulary(name: str) -> Vocabulary:
 
 
 def read(name: str, words: Sequence[str]) -> Composed:
-    """Return the settings of a command from its words.
+    """Return the settings of a command from its words. Raises ConfigError with all mistakes.
 
     A value is taken as it is, without YAML: a path may have any characters.
-
-    Raises:
-        ConfigError: words that are no settings, values of the wrong type, missing ones.
     """
     names = vocabulary(name)
     pairs, folders, problems = dict[str, str](), list[str](), list[Problem]()

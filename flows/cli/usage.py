@@ -91,20 +91,17 @@ def experiment_line(file: Path) -> str:
 def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> Iterator[str]:
     section = None
     for key in names.settings:
-        parent = key.rpartition(".")[0]
+        parent, _, name = key.rpartition(".")
         if topics and not any(key == t or key.startswith(f"{t}.") for t in topics):
             continue
+        kind = names.type_at(parent)
         if parent != section:
             section = parent
-            yield ""
-            yield f"{parent}: {_section_help(names, parent)}" if parent else "Settings (key=value):"
-        about = f"{_setting_help(key, names)} ({names.kind(key)})".strip()
+            about = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+            yield from ("", f"{parent}: {about}" if parent else "Settings (key=value):")
+        comments = [_comments(base)[name] for base in kind.__mro__ if name in _comments(base)]
+        about = f"{''.join(comments[:1])} ({names.kind(key)})".strip()
         yield from _entry(f"{key}={_setting_value(config, key)}", about)
-
-
-def _section_help(names: Vocabulary, section: str) -> str:
-    """Return the first paragraph of a section's docstring, in one line."""
-    return " ".join((inspect.getdoc(names.type_at(section)) or "").split("\n\n")[0].split())
 
 
 def _setting_value(config: DictConfig, key: str) -> str:
@@ -112,15 +109,7 @@ def _setting_value(config: DictConfig, key: str) -> str:
     if OmegaConf.is_missing(config, key):
         return "<required>"
     value: Any = OmegaConf.select(config, key)
-    if OmegaConf.is_config(value):
-        value = OmegaConf.to_container(value)
-    return written(value) if not isinstance(value, dict) else str(value or "{}")
-
-
-def _setting_help(key: str, names: Vocabulary) -> str:
-    """Return the help of a setting: the comment behind its field."""
-    parent, _, name = key.rpartition(".")
-    return next((t[name] for t in map(_comments, names.type_at(parent).__mro__) if name in t), "")
+    return written(OmegaConf.to_container(value) if OmegaConf.is_config(value) else value)
 
 
 @cache

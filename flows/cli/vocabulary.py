@@ -47,12 +47,9 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Names of one program.
+    """Names of a program in `flows`, such as "audit"; `root` is the dataclass of its settings.
 
-    Attributes:
-        program: a name in `flows`, such as "rlhf" or "audit".
-        root: dataclass of its settings.
-        folders: folders of configuration files; the first one is the project's `conf`.
+    The first one of the folders of configuration files is the project's `conf`.
     """
 
     program: str
@@ -203,11 +200,9 @@ def unknown_key(key: str, names: Vocabulary, word: str) -> Problem:
 
 
 def wrong_values(errors: Sequence[Any], words: Sequence[str], names: Vocabulary) -> list[Problem]:
-    """Return a problem for each key with a value that pydantic refuses.
+    """Return a problem for each key with a value that pydantic refuses (`ValidationError.errors`).
 
-    Args:
-        errors: as of pydantic's `ValidationError.errors`.
-        words: of the command line; other values come from files.
+    A value that is not in the words of the command line comes from a file.
     """
     problems: dict[str, Problem] = {}
     for error in errors:
@@ -234,4 +229,4 @@ def written(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(written, value))}]"
-    return str(value) if value != "" else "''"
+    return str(value) or "''"

@@ -6,8 +6,7 @@
 
 flow_body      runs a flow with a Prefect server; errors of ours become its state
 prefect_tasks  stages as task runs, with the edges of the flow graph
-flow_run       logs, the tracked run, and a summary that is written however the run ends
-devices        GPUs that a stage has to itself
+flow_run       logs, GPUs, the tracked run, and a summary that is written however the run ends
 progress       numbers of a child process: to the tracker, and as lines of a log
 summary        the summary of a run; `evaluation` has the numbers before and after training
 """

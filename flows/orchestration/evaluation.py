@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from tasks.pipeline.report import StageResult
 
 LM_EVAL = "lm_eval/"
-_ALWAYS = {
+_METRICS = {
     "before": "eval/before",
     "after": "eval/after",
     "loss_before": "heldout_loss_before",
     "loss_after": "heldout_loss_after",
-}
-_IF_MEASURED = {
     "pairs": "eval/pairs",
     "kept": "kept",
     "nearest_would_keep": "nearest_would_keep",
@@ -30,6 +28,8 @@ _IF_MEASURED = {
     "quantized_loss_after": "quantized/loss/after",
 }
 """Metrics by the name of a value in the summary."""
+_ALWAYS = ("before", "after", "loss_before", "loss_after")
+"""Values that are null if they were not measured; others are left out."""
 
 _LINES = (
     ("kept", "nearest_would_keep",
@@ -53,13 +53,14 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
     for result in results:
         if step_of(result) == step_of(results[-1]):
             metrics |= result.metrics
-    values: dict[str, float | None] = {key: metrics.get(name) for key, name in _ALWAYS.items()}
-    values |= {key: metrics[name] for key, name in _IF_MEASURED.items() if name in metrics}
-    values |= {
-        "_".join(name.rsplit("/", 1)): value
-        for name, value in metrics.items()
-        if name.startswith(LM_EVAL) and name.endswith(("/before", "/after"))
+    values: dict[str, float | None] = {
+        key: metrics.get(name)
+        for key, name in _METRICS.items()
+        if name in metrics or key in _ALWAYS
     }
+    for name, value in metrics.items():
+        if name.startswith(LM_EVAL) and name.endswith(("/before", "/after")):
+            values["_".join(name.rsplit("/", 1))] = value
     # KL from the model before: the served model's, else the estimate that training logged.
     kl = metrics.get("drawn/kl", metrics.get("kl"))
     return values if kl is None else {**values, "kl": kl}
@@ -87,6 +88,5 @@ def evaluation_lines(values: Mapping[str, float | None]) -> Iterator[str]:
 
 def harness_names(values: Mapping[str, float | None]) -> list[str]:
     """Return the scores of lm-evaluation-harness, `lm_eval/<task>/<metric>`."""
-    return [
-        k.removesuffix("_after") for k in values if k.startswith(LM_EVAL) and k.endswith("_after")
-    ]
+    names = [key for key in values if key.startswith(LM_EVAL) and key.endswith("_after")]
+    return [name.removesuffix("_after") for name in names]

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -73,7 +72,10 @@ def start(
         body: called in place of the flow's own body, which would read and check everything again.
 
     Returns:
-        The final state of the flow run.
+        The final state of the flow run; that of its body if Prefect's server could not take it.
+
+    Raises:
+        PlumblineError: Prefect's server has gone away before the run began.
     """
     place, _, name = module.partition(":")
 
@@ -88,19 +90,31 @@ def start(
                 _ = tracker_of(composed).experiment_id
 
     with prefect_server(composed.runs, warm_up):
+        import httpx
         from prefect import Flow
 
         flow = getattr(import_module(place), name)
 
-        def prepared(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-            result: dict[str, Any] = reported(body)
-            return result
+        def prepared(overrides: list[str] | None = None, tag: str = "manual") -> Any:
+            return reported(body)
 
         flow = Flow(
             prepared, name=flow.name, flow_run_name=flow.flow_run_name, persist_result=False
         )
-        tag = composed.recorded["tag"] or "manual"
-        return final_state(partial(flow, without_passwords(overrides), tag=tag, return_state=True))
+        global _outcome
+        _outcome, tag = None, composed.recorded["tag"] or "manual"
+        try:
+            return flow(without_passwords(overrides), tag=tag, return_state=True)
+        except Exception as error:
+            if _outcome is not None:
+                what = "Prefect's server has not recorded the end of this run: %s"
+                log.warning(what, redact(str(error)))
+                return _outcome
+            if not isinstance(error, httpx.HTTPError):
+                raise
+            url = redact(os.environ.get("PREFECT_API_URL", ""))
+            what = f"Prefect's server at {url} does not answer: {error}"
+            raise PlumblineError(what, hint="start it again, and type the same command") from None
 
 
 def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
@@ -109,10 +123,8 @@ def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
     tracking = composed.settings["tracking"]
     preflight([*reachable(tracking["uri"]), *prefect_reachable(), *public(tracking)])
 
-    def body() -> dict[str, Any]:
-        record = getattr(import_module("flows.recorded"), f"record_{name}")
-        result: dict[str, Any] = record(composed)
-        return result
+    def body() -> Any:
+        return getattr(import_module("flows.recorded"), f"record_{name}")(composed)
 
     with hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)):
         state = start(f"flows.recorded:{name}", composed, overrides, body)
@@ -120,27 +132,3 @@ def run_recorded(name: str, composed: Composed, overrides: list[str]) -> Any:
     if isinstance(result, BaseException):
         raise result
     return result
-
-
-def final_state(run: Callable[[], Any]) -> Any:
-    """Return the final state of a flow; that of its body if Prefect's server could not take it.
-
-    Raises PlumblineError if the server has gone away before the run began.
-    """
-    global _outcome
-    import httpx
-
-    _outcome = None
-    try:
-        return run()
-    except Exception as error:
-        if _outcome is not None:
-            log.warning(
-                "Prefect's server has not recorded the end of this run: %s", redact(str(error))
-            )
-            return _outcome
-        if not isinstance(error, httpx.HTTPError):
-            raise
-        url = redact(os.environ.get("PREFECT_API_URL", ""))
-        what = f"Prefect's server at {url} does not answer: {error}"
-        raise PlumblineError(what, hint="start it again, and type the same command") from None

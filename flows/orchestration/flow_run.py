@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import shlex
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +24,17 @@ from typing import Any
 
 from flows.cli.composed import Composed
 from flows.monitoring import RunRecord
-from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
 from flows.report.page import REPORT, write_report
 from flows.servers.services import mlflow_page
+from tasks.core import machine
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import ContractError, PlumblineError, TrackingError
 from tasks.core.redaction import redact, redact_error
 from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
-from tasks.pipeline.artifact import Artifact, sweep
-from tasks.pipeline.locks import FOREVER, Patience
+from tasks.pipeline.artifact import sweep
+from tasks.pipeline.locks import FOREVER, Needs, Patience, devices
 from tasks.pipeline.stage import REFERENCE_LOG, Call, Mechanism
 from tasks.process.child import PROJECT
 from tasks.tracking.tracker import Tracker
@@ -60,11 +61,7 @@ class Host:
 
 def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host:
     """Return a host without Prefect: stages are called directly."""
-
-    def call(name: str, work: Callable[[Any], Any], inputs: Mapping[str, Artifact]) -> Any:
-        return work(log)
-
-    return Host(run_id, log, call, show=lambda table: None, patience=patience)
+    return Host(run_id, log, lambda _, work, __: work(log), lambda _: None, patience=patience)
 
 
 def tracker_of(composed: Composed, *, recorded: bool = True) -> Tracker:
@@ -72,6 +69,29 @@ def tracker_of(composed: Composed, *, recorded: bool = True) -> Tracker:
     experiment, reports = composed.settings["tracking"]["experiment"], composed.runs / "reports"
     uri, root = composed.tracking_uri, composed.tracking_root
     return Tracker(uri, experiment, root, reports, recorded=recorded)
+
+
+def reserve(
+    composed: Composed, needs: Needs, patience: Patience
+) -> contextlib.AbstractContextManager[None]:
+    """Wait until a stage has its GPUs, or the CPUs of a machine without, to itself.
+
+    Stages of other runs in the folder wait for it, and nothing else does: preparing data goes on.
+    Raises BusyError.
+    """
+    return devices(composed.runs, device_names(composed, needs), patience)
+
+
+def device_names(composed: Composed, needs: Needs) -> list[str]:
+    """Return the devices that a stage of a run computes on: `GPU-<UUID>`, or `cpu-<host>`."""
+    train, rollout, smoke = (composed.settings.get(k, {}) for k in ("train", "rollout", "smoke"))
+    ranks, engine = train.get("nproc", 1), smoke.get("tensor_parallel", 1)
+    if rollout.get("engine") == "server":
+        ranks += rollout["servers"] * rollout["tensor_parallel"]
+    count = {Needs.NOTHING: 0, Needs.DEVICE: 1, Needs.RANKS: ranks, Needs.ENGINE: engine}[needs]
+    if count and machine.has_gpu(train.get("device", "auto")):
+        return [gpu.uuid for gpu in machine.gpus()[:count]]
+    return [f"cpu-{socket.gethostname()}"][:count]
 
 
 def provenance() -> dict[str, str]:
@@ -183,10 +203,10 @@ class FlowRun:
             summary.exit_status = error.exit_code
             if isinstance(error, ContractError) and error.bound is not None:
                 summary.refused = {"stage": error.stage, **error.bound, "ok": False}
-        else:
+        elif isinstance(error, Exception):
             redact_error(error)
             summary.error, summary.exit_status = redact(f"{type(error).__name__}: {error}"), 1
-        if not isinstance(error, Exception):
+        else:
             status, summary.error = "cancelled", "interrupted"
             # Our signal handlers raise the status; Prefect has an error of its own for SIGTERM.
             ours = isinstance(error, KeyboardInterrupt | SystemExit) and error.args
@@ -197,22 +217,27 @@ class FlowRun:
             self.host.log.warning("the summary of this run could not be written: %s", problem)
 
     def _tags(self) -> dict[str, str]:
-        flow = self.summary.flow
-        tags = {"flow": flow, "mlflow.source.name": f"flows/{flow}.py", **provenance()}
-        experiment = {} if self.summary.exp is None else {"exp": self.summary.exp}
-        page = {"prefect.flow_run_url": self.host.page} if self.host.page else {}
-        return {**tags, **self.tags, **self.host.tags, **page, **experiment}
+        flow, exp, page = self.summary.flow, self.summary.exp, self.host.page
+        known = {"prefect.flow_run_url": page, "exp": exp or ""}
+        return {
+            "flow": flow,
+            "mlflow.source.name": f"flows/{flow}.py",
+            **provenance(),
+            **self.tags,
+            **self.host.tags,
+            **{name: text for name, text in known.items() if text},
+        }
 
     def _find_pages(self) -> None:
         """Note the pages of this run in Prefect and MLflow, once MLflow has the run."""
-        pages, uri = self.summary.pages, self.composed.settings["tracking"]["uri"]
+        uri = self.composed.settings["tracking"]["uri"]
         url = mlflow_page(self.composed.runs, uri, self.mechanism.tracker.page)
-        pages |= {"prefect": self.host.page} if self.host.page else {}
-        pages |= {"mlflow": url} if url else {}
+        known = {"prefect": self.host.page, "mlflow": url}
+        self.summary.pages |= {name: page for name, page in known.items() if page}
 
     def _end(self, status: str) -> None:
         """Write the summary to disk, to Prefect and to the tracker."""
-        summary, results = self.summary, self.mechanism.results
+        summary, results, tracker = self.summary, self.mechanism.results, self.mechanism.tracker
         summary.status = status
         summary.seconds = round(time.monotonic() - self.started, 1)
         if status == "completed":
@@ -221,21 +246,21 @@ class FlowRun:
         summary.stages = summary.stages or [stage_entry(result) for result in results]
         for result in results:
             if "peak_memory" in result.metrics:
-                peak = {"peak": int(result.metrics["peak_memory"])}
-                summary.memory[result.name] = summary.memory.get(result.name, {}) | peak
+                peak = int(result.metrics["peak_memory"])
+                summary.memory.setdefault(result.name, {})["peak"] = peak
         interrupted = status == "cancelled"  # a process that has seconds left: no request
         if not interrupted:
             self._find_pages()
-            summary.tracking = self.mechanism.tracker.settle() or None
+            summary.tracking = tracker.settle() or None
         texts = {"config.yaml": self.composed.text}
         written = summary.write(self.composed.runs, self.run_id, texts)
         report = write_report(self.composed.runs, self.run_id, self.host.log)
         if interrupted:
             return
         self.host.show(summary.markdown(report))
-        scores = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
+        numbers = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
         files = {"summary.json": written.read_text()}
         if report is not None:
             files[REPORT] = report.read_text()
-        numbers = {**scores, "seconds": summary.seconds}
-        self.mechanism.tracker.log_parent(numbers, files, summary.markdown())
+        numbers["seconds"] = summary.seconds
+        tracker.log_parent(numbers, files, summary.markdown())

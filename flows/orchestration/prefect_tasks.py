@@ -41,27 +41,6 @@ def stage(work: Callable[[Any], Any]) -> Any:
     return Completed(data=result)
 
 
-class PrefectTasks:
-    """Task runs of one flow run, a `Call` of `Mechanism`.
-
-    An edge of the graph goes from the stage that made an artifact to every stage that reads it.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[Path, Any] = {}  # of task runs by the artifact that they made
-
-    def __call__(
-        self, name: str, work: Callable[[Any], Any], inputs: Mapping[str, Artifact]
-    ) -> Any:
-        """Run one stage, or the last step of a flow, which makes no artifact."""
-        made = [self._states[a.path] for a in inputs.values() if a.path in self._states]
-        state = stage.with_options(name=name)(work, wait_for=made, return_state=True)
-        result = state.result()
-        if isinstance(result, StageResult):
-            self._states[result.artifact.path] = state
-        return result
-
-
 def in_deployment() -> bool:
     """Return True within a flow run that a worker started for a deployment."""
     context = FlowRunContext.get()
@@ -76,6 +55,17 @@ def in_prefect(name: str, composed: Composed) -> Iterator[Host]:
     """
     log, run_id = get_run_logger(), str(flow_run.id)
 
+    states: dict[Path, Any] = {}  # of task runs by the artifact that they made
+
+    def call(name: str, work: Callable[[Any], Any], inputs: Mapping[str, Artifact]) -> Any:
+        """Run a stage, with an edge of the graph from each stage that made an input."""
+        made = [states[a.path] for a in inputs.values() if a.path in states]
+        state = stage.with_options(name=name)(work, wait_for=made, return_state=True)
+        result = state.result()
+        if isinstance(result, StageResult):
+            states[result.artifact.path] = state
+        return result
+
     def show(table: str) -> None:
         try:
             create_markdown_artifact(redact(table), key=f"{name}-checks", description="checks")
@@ -88,4 +78,4 @@ def in_prefect(name: str, composed: Composed) -> Iterator[Host]:
     page = "" if is_embedded() else url_for("flow-run", obj_id=run_id) or ""
     tags = {"prefect.flow_run_id": run_id}
     with hold(composed.runs, patience):
-        yield Host(run_id, log, PrefectTasks(), show, tags, patience, page)
+        yield Host(run_id, log, call, show, tags, patience, page)

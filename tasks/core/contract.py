@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tasks.core.errors import ContractError
 
@@ -74,37 +74,27 @@ def share_interval(share: float, count: float) -> tuple[float, float]:
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-class TensorLike(Protocol):
-    """Shape and dtype of a tensor; an entry of a safetensors header has both."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-
-
 def describe(shape: Sequence[int], dtype: str) -> str:
     """Return shape and dtype as text: `BF16 [64, 128]`."""
     return f"{dtype} {list(shape)}"
 
 
-def judge(expected: Iterable[Expected], tensors: Mapping[str, TensorLike]) -> list[Check]:
-    """Compare a contract with an artifact's tensors; an unexpected tensor is a failed check."""
+def judge(expected: Iterable[Expected], tensors: Mapping[str, Any]) -> list[Check]:
+    """Compare a contract with an artifact's tensors, which have shape and dtype.
+
+    An unexpected tensor is a failed check.
+    """
     checks: list[Check] = []
-    wanted: set[str] = set()
     for want in expected:
-        wanted.add(want.name)
         have = tensors.get(want.name)
         if have is None:
             checks.append(Check(want.name, str(want), "missing", ok=False))
-            continue
-        same_shape = tuple(have.shape) == want.shape
-        same_dtype = want.dtype is None or have.dtype == want.dtype
-        text = describe(have.shape, have.dtype)
-        checks.append(Check(want.name, str(want), text, ok=same_shape and same_dtype))
-    for name in sorted(set(tensors) - wanted):
-        have = tensors[name]
-        checks.append(Check(name, "no such tensor", describe(have.shape, have.dtype), ok=False))
+        else:
+            ok = tuple(have.shape) == want.shape and want.dtype in (None, have.dtype)
+            checks.append(Check(want.name, str(want), describe(have.shape, have.dtype), ok=ok))
+    for name in sorted(set(tensors) - {check.name for check in checks}):
+        text = describe(tensors[name].shape, tensors[name].dtype)
+        checks.append(Check(name, "no such tensor", text, ok=False))
     return checks
 
 
@@ -116,10 +106,8 @@ def require(checks: Iterable[Check], *, stage: str) -> None:
     shown = [f"{c.name}: expected {c.expected}, found {c.found}" for c in failed[:20]]
     if len(failed) > len(shown):
         shown.append(f"... and {len(failed) - len(shown)} more")
-    first = failed[0]
     raised = ContractError(
-        f"{stage}: contract not met: {len(failed)} failed, first {first.name}: "
-        f"expected {first.expected}, found {first.found}",
+        f"{stage}: contract not met: {len(failed)} failed, first {shown[0]}",
         details=shown,
         hint=next((check.hint for check in failed if check.hint), ""),
     )

@@ -61,20 +61,20 @@ def has_no_space(path: Path) -> bool:
     return _free(path) < 1e6
 
 
+def _free(path: Path) -> int:
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    return shutil.disk_usage(there).free
+
+
 def full_disk(error: Exception, runs: Path) -> ArtifactError | None:
     """Return the error of a full disk; None if the disk of `runs` is not full.
 
     The databases of Prefect and MLflow hide a full disk behind errors of their own.
     """
-    if not (is_full(error) or has_no_space(runs)):
+    if not is_full(error) and not has_no_space(runs):
         return None
     place = Path(getattr(error, "filename", None) or runs)
     return write_refused(place, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
-
-def _free(path: Path) -> int:
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-    return shutil.disk_usage(there).free
 
 
 @contextmanager
@@ -83,6 +83,6 @@ def disk_full_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not is_full(error):
-            raise
-        raise write_refused(Path(error.filename or folder), error) from error
+        if is_full(error):
+            raise write_refused(Path(error.filename or folder), error) from error
+        raise

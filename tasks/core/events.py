@@ -33,14 +33,13 @@ def keep_in(folder: Path) -> None:
 
 def emit(event: str, /, **fields: Any) -> None:
     """Write one event to standard output; NaN and infinities are allowed."""
+    # In one piece, since several ranks may write.
     sys.stdout.write(PREFIX + json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()
-    if event in KEPT:
-        line = json.dumps({"event": event, **fields, "at": int(time.time() * 1000)})
-        for file in _kept:
-            with contextlib.suppress(OSError):
-                file.write(line + "\n")
-                file.flush()
+    line = json.dumps({"event": event, **fields, "at": int(time.time() * 1000)})
+    for file in _kept if event in KEPT else ():
+        with contextlib.suppress(OSError):
+            print(line, file=file, flush=True)
 
 
 def say(text: str) -> None:
@@ -53,12 +52,13 @@ class _Sent(logging.Handler):
         emit("log", level=record.levelname, text=record.getMessage())
 
 
+_sent = _Sent(logging.WARNING)
+
+
 def send_warnings() -> None:
     """Send the warnings of this project's own loggers to the parent, from now on."""
     for name in ("tasks", "plumbline"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(handler, _Sent) for handler in logger.handlers):
-            logger.addHandler(_Sent(logging.WARNING))
+        logging.getLogger(name).addHandler(_sent)
 
 
 def rewind(folder: Path, step: int, source: Path | None = None) -> list[dict[str, Any]]:

@@ -83,11 +83,9 @@ def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
     for name in map(str.strip, wanted.split(",")):
         if name.startswith("MIG-") and devices:
             return (Gpu(name, devices[0].memory),)
-        chosen = [
-            gpu
-            for number, gpu in enumerate(devices)
-            if name == str(number) or (name.startswith("GPU-") and gpu.uuid.startswith(name))
-        ]
+        chosen = [gpu for gpu in devices if name.startswith("GPU-") and gpu.uuid.startswith(name)]
+        if name.isdigit():
+            chosen = list(devices[int(name) : int(name) + 1])
         if len(chosen) != 1:
             break
         if chosen[0] in selected:

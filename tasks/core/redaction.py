@@ -21,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
@@ -62,12 +63,11 @@ _values: re.Pattern[str] | None = None
 
 
 def redact(text: str) -> str:
-    """Return a text without secrets; the text itself if it has none."""
+    """Return a text without secrets."""
     if _values is None:
         hide_environment()
     assert _values is not None
-    cleaned = _values.sub(lambda match: _shown[match[0]], redact_url(text))
-    return text if cleaned == text else cleaned
+    return _values.sub(lambda match: _shown[match[0]], redact_url(text))
 
 
 def redact_url(text: str) -> str:
@@ -153,14 +153,6 @@ def _hide_variable(name: str) -> bool:
     return True
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _user(match: re.Match[str]) -> str:
     user, colon, _ = match.groups()
     return f"{user}:{HIDDEN}@" if colon and len(user) < _LONGEST_USER else f"{HIDDEN}@"
@@ -168,7 +160,10 @@ def _user(match: re.Match[str]) -> str:
 
 def _forms(value: str) -> Iterator[str]:
     """Yield a value as it is and in the encodings in which texts have it."""
-    if len(value) < _SHORTEST or _WORD.fullmatch(value) or _is_number(value):
+    if len(value) < _SHORTEST or _WORD.fullmatch(value):
+        return
+    with suppress(ValueError):
+        float(value)
         return
     encoded = value.encode("utf-8", "surrogateescape")
     yield value

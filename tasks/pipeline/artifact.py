@@ -202,6 +202,12 @@ def intact(artifact: Artifact, seen: Path) -> list[str]:
     return problems
 
 
+def remember(artifact: Artifact, seen: Path) -> None:
+    """Record the stats of an artifact's files for `intact`, after its bytes have been hashed."""
+    seen.mkdir(parents=True, exist_ok=True)
+    (seen / f"{artifact.digest}.json").write_text(json.dumps(_stats(artifact.path)))
+
+
 def require_published(folder: Path, digest: str | None) -> Artifact:
     """Compare every byte of a served folder with what was published. Raises ArtifactError.
 
@@ -227,12 +233,6 @@ def require_published(folder: Path, digest: str | None) -> Artifact:
             hint="copy the folder again from where it was made, or choose another version",
         )
     return artifact
-
-
-def remember(artifact: Artifact, seen: Path) -> None:
-    """Record the stats of an artifact's files for `intact`, after its bytes have been hashed."""
-    seen.mkdir(parents=True, exist_ok=True)
-    (seen / f"{artifact.digest}.json").write_text(json.dumps(_stats(artifact.path)))
 
 
 def _files(root: Path) -> dict[str, Path]:

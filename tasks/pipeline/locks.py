@@ -92,11 +92,10 @@ def hold(runs: Path, patience: Patience = AT_ONCE, *, alone: bool = False) -> It
 @contextlib.contextmanager
 def devices(runs: Path, names: Iterable[str], patience: Patience) -> Iterator[None]:
     """Lock devices among the runs of a folder while the block runs. Raises BusyError."""
+    (runs / LOCKS).mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         for name in sorted(names):  # in one order, so that two runs never wait for each other
-            (runs / LOCKS).mkdir(parents=True, exist_ok=True)
-            path = runs / LOCKS / name
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(runs / LOCKS / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             stack.callback(os.close, handle)
             _lock(handle, fcntl.LOCK_EX, patience, f"{name} is in use by another run")
         yield
@@ -114,7 +113,7 @@ def staging(final: Path, patience: Patience = A_MOMENT) -> Iterator[Path]:
     handle = _wait(lambda: _own(work), patience, f"{final} is being made by another run")
     try:
         for path in work.iterdir():
-            _remove(path)
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         yield work
     finally:
         if _is_still(work, handle):
@@ -122,13 +121,10 @@ def staging(final: Path, patience: Patience = A_MOMENT) -> Iterator[Path]:
         os.close(handle)
 
 
-def sweep(root: Path) -> list[Path]:
-    """Remove staging directories below `root/<kind>` whose process is gone. Returns them."""
-    removed = []
+def sweep(root: Path) -> None:
+    """Remove the staging directories below `root/<kind>` whose process is gone."""
     for work in abandoned(root.glob("*/.*.tmp")):
         shutil.rmtree(work, ignore_errors=True)
-        removed.append(work)
-    return removed
 
 
 def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
@@ -169,13 +165,6 @@ def _is_still(work: Path, handle: int) -> bool:
     except OSError:
         return False
     return (at_path.st_dev, at_path.st_ino) == (opened.st_dev, opened.st_ino)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _lock(

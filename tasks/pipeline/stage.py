@@ -1,13 +1,8 @@
 """The mechanism around every stage: key -> reuse or run -> contract -> manifest -> rename -> log.
 
 A stage function is a plain function that fills an empty directory and reports its checks
-(`tasks/pipeline/report.py`). Everything that the stages share is here:
-
-* the key: a hash of stage name, configuration, input digests, source code and library versions;
-* reuse: an artifact with that key is reused if every byte of it is unchanged;
-* the call of its work, in the main thread, where signals arrive; flows make it a Prefect task run;
-* the contract: its verdicts are written into the artifact and the tracker, then enforced;
-* publishing by rename.
+(`tasks/pipeline/report.py`). Its work is called in the main thread, where signals arrive; flows
+make it a Prefect task run. An artifact with its key is reused if every byte of it is unchanged.
 """
 
 from __future__ import annotations
@@ -153,8 +148,8 @@ class Mechanism:
         name = f"{self.name}.{stage.name}" if self.name else stage.name
 
         def make(out: Path, run: Any, log: Any) -> StageResult:
-            arguments = {role: artifact.path for role, artifact in inputs.items()}
-            arguments |= {**config, **(context or {}), "log": log}
+            paths = {role: artifact.path for role, artifact in inputs.items()}
+            arguments: dict[str, Any] = {**paths, **config, **(context or {}), "log": log}
             if observe is not None:
                 receivers = (self.on_event, observe(run, log))
                 arguments["on_event"] = lambda event: [see(event) for see in receivers]

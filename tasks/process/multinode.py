@@ -2,10 +2,8 @@
 
 The same command is started on every machine; `NODE_RANK` (or the variable of torchrun, SLURM or
 Kubernetes) tells the nodes apart. Node 0 runs the flow, the others only lend their ranks to
-training. They exchange files in a folder that all share, `<paths.runs>/nodes/<address>_<port>`:
-
-    beacon.json     of the leader: a number that grows while it is alive, then its exit status
-    call-0001.json  a job that needs the ranks of all nodes; removed when the job has ended
+training. Node 0 writes `<paths.runs>/nodes/<address>_<port>.json`, which all nodes read: a number
+that grows while it is alive, the job that needs the ranks of all nodes, and its exit status.
 
 The ranks themselves connect through torchrun at MASTER_ADDR and MASTER_PORT. Ranks of a single node
 meet in a private folder instead, and no port is opened.
@@ -19,6 +17,7 @@ import os
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +76,9 @@ class Meeting:
         """True if this node runs the flow."""
         return self.rank == 0
 
-    def folder(self, runs: Path) -> Path:
-        """Return the shared folder in which the nodes exchange files."""
-        return runs / "nodes" / f"{self.address.replace(':', '-')}_{self.port}"
+    def beacon(self, runs: Path) -> Path:
+        """Return the file of node 0, in a folder that all nodes share."""
+        return runs / "nodes" / f"{self.address.replace(':', '-')}_{self.port}.json"
 
 
 @contextlib.contextmanager
@@ -109,17 +108,14 @@ class Leader:
 
     def __init__(self, meeting: Meeting, runs: Path) -> None:
         self.meeting = meeting
-        self._folder = meeting.folder(runs)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="beacon", daemon=True)
-        self._calls = 0
+        self._file = meeting.beacon(runs)
+        self._state: dict[str, Any] = {"beat": 0}
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> Leader:
-        """Start the beacon, after removing the files of an earlier run."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for old in self._folder.glob("*.json"):
-            old.unlink()
-        self._write("beacon", {"beat": 0})
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
         self._thread.start()
         return self
 
@@ -127,29 +123,27 @@ class Leader:
         """Tell the other nodes that the run has ended, and its exit status."""
         self._stop.set()
         self._thread.join()
-        self._write("beacon", {"over": True, "status": 0 if kind is None else 1})
+        self._write(status=0 if kind is None else 1)
 
     @contextlib.contextmanager
     def call(self, job: Path) -> Iterator[None]:
         """Ask all other nodes for their ranks for a job, whose file all nodes can read."""
-        self._calls += 1
-        name = f"call-{self._calls:04d}"
-        self._write(name, {"job": str(job)})
+        self._write(call=uuid.uuid4().hex, job=str(job))
         try:
             yield
         finally:
-            (self._folder / f"{name}.json").unlink()
+            self._write(call=None)
 
     def _beat(self) -> None:
-        beat = 0
         while not self._stop.wait(BEAT_S):
-            beat += 1
-            self._write("beacon", {"beat": beat})
+            self._write()
 
-    def _write(self, name: str, document: dict[str, Any]) -> None:
-        work = self._folder / f".{name}.{os.getpid()}"
-        work.write_text(json.dumps(document) + "\n")
-        work.rename(self._folder / f"{name}.json")
+    def _write(self, **changed: Any) -> None:
+        with self._lock:
+            self._state |= {"beat": self._state["beat"] + 1, **changed}
+            work = self._file.with_suffix(f".{os.getpid()}.tmp")
+            work.write_text(json.dumps(self._state) + "\n")
+            work.rename(self._file)
 
 
 def follow(
@@ -166,36 +160,31 @@ def follow(
     the leader fail, too, and it decides. Raises TrainingError if the beacon has not changed for
     `silent_s` seconds.
     """
-    folder = meeting.folder(runs)
-    done: set[str] = set()
-    heard, last = time.monotonic(), _read(folder / "beacon.json")
-    alive = False
+    file, joined = meeting.beacon(runs), None
+    heard, last, alive = time.monotonic(), _read(file), False  # may be that of an earlier run
     while True:
-        beacon = _read(folder / "beacon.json")
+        beacon = _read(file)
         if beacon != last:
             heard, last, alive = time.monotonic(), beacon, True
-        if alive and beacon and beacon.get("over"):
-            return int(beacon["status"])
         if time.monotonic() - heard > silent_s:
             text = "has gone silent" if alive else "has not come"
             raise TrainingError(
-                f"node {meeting.rank}: node 0 {text} within {silent_s:g} s ({folder})",
+                f"node {meeting.rank}: node 0 {text} within {silent_s:g} s ({file})",
                 hint="the same paths.runs has to be visible on every node; see node 0's log",
             )
-        for path in sorted(folder.glob("call-*.json")) if alive else ():
-            call = _read(path)
-            if call is None or (key := f"{path.name} {call['job']}") in done:
-                continue
-            done.add(key)
+        if alive and "status" in beacon:
+            return int(beacon["status"])
+        if alive and beacon.get("call") not in (None, joined):
+            joined = beacon["call"]
             with contextlib.suppress(StageProcessError):
-                join(Path(call["job"]))
+                join(Path(beacon["job"]))
             heard = time.monotonic()
         time.sleep(poll_s)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):  # not written yet, or just being replaced
-        return None
+        return {}
     return document

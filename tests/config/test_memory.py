@@ -16,7 +16,7 @@ from flows.chain.steps import chain_steps, compose
 from flows.cli.config import compose_config
 from flows.cli.plan import render
 from flows.cli.vocabulary import CONF, experiments
-from flows.orchestration import devices
+from flows.orchestration.flow_run import device_names
 from tasks.config.checks import findings
 from tasks.config.checks.memory import (
     ASLEEP,
@@ -170,7 +170,7 @@ def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch
         (shared, Needs.RANKS, 2),
     ):
         uuids = [gpu.uuid for gpu in machine.gpus()[:count]]
-        assert devices.names(composed, needs) == uuids, needs
+        assert device_names(composed, needs) == uuids, needs
 
 
 def test_processes_that_share_a_model_need_whole_heads_and_a_gpu_each() -> None:

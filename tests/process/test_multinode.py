@@ -85,15 +85,14 @@ def test_a_follower_joins_each_call_once_and_ends_with_the_leader(
 
 
 def test_a_leader_that_was_killed_before_or_is_silent_counts_as_dead(tmp_path: Path) -> None:
-    folder = LEADER.folder(tmp_path)
-    folder.mkdir(parents=True)
-    (folder / "beacon.json").write_text('{"over": true, "status": 0}')
-    (folder / "call-0001.json").write_text('{"job": "old"}')
+    beacon = LEADER.beacon(tmp_path)
+    beacon.parent.mkdir(parents=True)
+    beacon.write_text('{"status": 0, "call": "a", "job": "old"}')
     follower = Follower(tmp_path, silent_s=0.5)
     assert "node 0" in str(follower.end())
     assert follower.joined == []
     follower = Follower(tmp_path, silent_s=1.0)
     for beat in range(3):
-        (folder / "beacon.json").write_text(f'{{"beat": {beat}}}')
+        beacon.write_text(f'{{"beat": {beat}}}')
         time.sleep(0.2)
     assert "node 0" in str(follower.end())

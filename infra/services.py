@@ -24,7 +24,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from flows.cli.bootstrap import bootstrap
@@ -218,26 +217,23 @@ class Services:
         else:
             self.request("POST", "/work_pools/", pool | {"name": POOL, "type": "process"})
 
-    def _bury_the_dead(self, *, of_deployments: bool = False) -> int:
+    def _bury_the_dead(self, *, of_deployments: bool = False) -> None:
         """Mark unfinished runs as crashed: their process is gone (`kill -9`, power cut).
 
-        Call it only while no other process can have such a flow run on this server. Returns the
-        number of flow runs.
+        Call it only while no other process can have such a flow run on this server.
         """
         unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
+        crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}
         flows: dict[str, object] = dict(unfinished)
         if of_deployments:
             flows["deployment_id"] = {"is_null_": False}
-        dead = self._ids("flow_runs", {"flow_runs": flows})
-        of_dead = {"task_runs": unfinished, "flow_runs": {"id": {"any_": dead}}}
-        tasks = self._ids("task_runs", of_dead)
-        crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}
-        for path in [f"/flow_runs/{i}" for i in dead] + [f"/task_runs/{i}" for i in tasks]:
-            self.request("POST", f"{path}/set_state", {"state": crashed, "force": True})
-        return len(dead)
-
-    def _ids(self, kind: str, query: dict[str, object]) -> list[str]:
-        return [run["id"] for run in self.request("POST", f"/{kind}/filter", query)]
+        query = {"flow_runs": flows, "task_runs": unfinished}
+        # Tasks first: they are found by the state of their flow.
+        for kind in ("task_runs", "flow_runs"):
+            body = query if kind == "task_runs" else {"flow_runs": flows}
+            for run in self.request("POST", f"/{kind}/filter", body):
+                path = f"/{kind}/{run['id']}/set_state"
+                self.request("POST", path, {"state": crashed, "force": True})
 
     def deploy(self) -> list[str]:
         """Register the deployments of infra/prefect.yaml with our server."""
@@ -253,15 +249,9 @@ class Services:
         return [f"start    . {login} && {run} -p 'overrides=[\"+exp=qlora\"]'"]
 
     def down(self) -> list[str]:
-        """Stop what `up` has started. Returns one line for each service, and for ended runs."""
-        lines = []
-        for name in reversed(NAMES):
-            lines.append(f"{name:8} {'stopped' if self._stop(name) else 'was not running'}")
-            if name == "worker" and running("prefect", self.home):
-                with contextlib.suppress(httpx.HTTPError):  # then `up` does it
-                    if ended := self._bury_the_dead(of_deployments=True):
-                        lines.append(f"runs     {ended} ended as Crashed")
-        return lines
+        """Stop what `up` has started. Returns one line for each service."""
+        stopped = {name: self._stop(name) for name in reversed(NAMES)}
+        return [f"{n:8} {'stopped' if done else 'was not running'}" for n, done in stopped.items()]
 
     def _stop(self, name: str) -> bool:
         """Stop a service and all of its descendants. Returns False if it does not run.

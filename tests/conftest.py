@@ -45,7 +45,7 @@ if settings is not None:
     settings.register_profile("plumbline", deadline=None)
     settings.load_profile("plumbline")
 
-TOGETHER = ("training", "infra/servers", "serving", "weights", "witness")
+TOGETHER = ("training", "serving", "weights", "witness")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder.
 
 A folder in such a folder is a group of its own.

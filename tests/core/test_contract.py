@@ -31,16 +31,13 @@ def test_a_failed_check_names_the_tensor_and_its_value() -> None:
     assert [(c.name, c.ok) for c in checks] == [("a", True), ("v_head.weight", False)]
 
 
-def test_require_lists_every_failure_at_once_and_survives_pickling() -> None:
+def test_errors_list_every_failure_and_survive_pickling_with_their_own_fields() -> None:
     checks = judge([Expected(f"t{i}", (2,)) for i in range(3)], {})
     with pytest.raises(ContractError) as caught:
         require(checks, stage="gather")
     error = pickle.loads(pickle.dumps(caught.value))
     assert "\n" not in str(error)
     assert [line.split(":")[0] for line in error.details] == ["t0", "t1", "t2"]
-
-
-def test_errors_survive_pickling_with_their_own_fields() -> None:
     error = pickle.loads(pickle.dumps(StageProcessError("train", -9, ["one", "two", ""], "exit")))
     assert (error.stage, error.returncode, error.reason) == ("train", -9, "exit")
     assert error.details == ("one", "two", "")

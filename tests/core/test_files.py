@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ArtifactError
-from tasks.core.files import copy_file, link_problem, meant, open_regular
+from tasks.core.files import copy_file, link_problem, open_regular
+from tasks.core.private import UMASK, open_up, stay_private
 
 
 @pytest.fixture
@@ -69,9 +70,21 @@ def test_a_copy_is_a_file_of_its_own(folder: Path) -> None:
     assert (folder / "copy").stat().st_mode & 0o777 == 0o640
 
 
-def test_the_folder_that_was_meant(tmp_path: Path) -> None:
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adaptor").write_text("a file")
-    assert meant(tmp_path / "adaptr") == str(tmp_path / "adapter")
-    assert meant(tmp_path / "adaptor") == str(tmp_path / "adapter")
-    assert meant(tmp_path / "base") == meant(tmp_path / "none" / "base") == ""
+def test_files_are_the_owners_until_they_are_opened_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(UMASK, raising=False)
+    before, folder = os.umask(0o022), tmp_path / "out"
+    try:
+        stay_private()
+        stay_private()  # a second call must not take our umask for that of the user
+        folder.mkdir()
+        (folder / "file").touch()
+        modes = [path.stat().st_mode & 0o777 for path in (folder, folder / "file")]
+        assert modes == [0o700, 0o600]
+        open_up(folder)
+        modes = [path.stat().st_mode & 0o777 for path in (folder, folder / "file")]
+        assert modes == [0o755, 0o644]
+    finally:
+        os.umask(before)
+        os.environ.pop(UMASK, None)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import unicodedata
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.terminal import clean_logging, plain
-from tasks.process.output import Output
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x00\x7ff\rg\x85h\u2028i"
 
@@ -54,12 +52,3 @@ def test_log_records_of_every_logger(caplog: pytest.LogCaptureFixture) -> None:
         f"tensor {plain(HOSTILE)} of 3", "tensor a of 3", plain(HOSTILE),
     ]  # fmt: skip
     assert caplog.records[1].args == ("a", 3)
-
-
-def test_output_of_child_processes(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with Output(stage="train", log=logging.getLogger("child"), log_path=log) as output:
-        list(output.feed(f"{HOSTILE.replace(chr(13), '')}\n".encode()))
-        tail = output.tail
-    assert tail == [plain(HOSTILE)]
-    assert log.read_text() == plain(HOSTILE) + "\n"

@@ -31,28 +31,20 @@ def environment(runs: Path, **extra: str) -> dict[str, Any]:
     return variables
 
 
-def test_all_files_are_inside_and_telemetry_is_off(tmp_path: Path) -> None:
-    env = environment(tmp_path / "runs")
+def test_files_are_inside_and_the_users_own_settings_caches_and_server_win(tmp_path: Path) -> None:
+    """A Hugging Face cache that the user has is used: nothing is downloaded twice."""
+    home, runs = {"HOME": str(tmp_path)}, tmp_path / "runs"
+    env = environment(runs, **home)
     assert env["heavy"] == []
     assert all(env[name].startswith("/somewhere/.cache/") for name in CACHES)
     assert (env["DO_NOT_TRACK"], env["MLFLOW_DISABLE_TELEMETRY"]) == ("true", "true")
-    assert env["PREFECT_HOME"] == str(tmp_path / "runs/prefect")
-    assert env["NO_PROXY"] == "127.0.0.1,localhost"
-    assert not (tmp_path / "runs").exists()  # nothing on disk is touched
-
-
-def test_the_users_own_settings_caches_and_server_win(tmp_path: Path) -> None:
-    """A Hugging Face cache that the user has is used: nothing is downloaded twice."""
-    home = {"HOME": str(tmp_path)}
-    assert environment(tmp_path / "runs", **home)["HF_HOME"] == "/somewhere/.cache/huggingface"
+    assert env["PREFECT_HOME"] == str(runs / "prefect")
+    assert env["HF_HOME"] == "/somewhere/.cache/huggingface"
+    assert not runs.exists()  # nothing on disk is touched
     (tmp_path / ".cache/huggingface/hub").mkdir(parents=True)
-    own = {"PREFECT_HOME": str(tmp_path / "p"), "NO_PROXY": "intranet"}
-    env = environment(tmp_path / "runs", **home, **own)
+    env = environment(runs, **home, PREFECT_HOME="/p", NO_PROXY="intranet")
     assert env["HF_HOME"] == str(tmp_path / ".cache/huggingface")
-    assert env["XDG_CACHE_HOME"] == "/somewhere/.cache/xdg"
-    assert env["PREFECT_HOME"] == str(tmp_path / "p")
-    assert env["NO_PROXY"] == "intranet,127.0.0.1,localhost"
-    server = {"HF_HOME": "/mine", "PREFECT_API_URL": "http://prefect:4200/api"}
-    env = environment(tmp_path / "runs", **home, **server)
+    assert (env["PREFECT_HOME"], env["NO_PROXY"]) == ("/p", "intranet,127.0.0.1,localhost")
+    env = environment(runs, **home, HF_HOME="/mine", PREFECT_API_URL="http://prefect:4200/api")
     assert env["HF_HOME"] == "/mine"
     assert "PREFECT_HOME" not in env

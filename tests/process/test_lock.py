@@ -48,9 +48,6 @@ def test_runs_share_a_folder_and_a_prune_waits_until_the_last_is_gone(
         assert f"pid {others[1].process.pid} " in lines[0]
         assert f"pid {others[0].process.pid} " not in lines[0]
     assert (runs / ".lock").read_text() == ""
-
-
-def test_a_run_waits_for_a_prune(script: Callable[..., Script], runs: Path) -> None:
     prune = script("-c", HOLDER, str(runs), "alone")
     prune.says("held")
     with pytest.raises(BusyError, match=f"pid {prune.process.pid} ") as caught, hold(runs):

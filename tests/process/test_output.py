@@ -45,7 +45,7 @@ def test_what_a_child_says_is_logged_and_what_its_libraries_print_is_not(
 ) -> None:
     code = (
         "import logging; from tasks.core.events import emit, say, send_warnings\n"
-        "print('Loading shards: 100%'); send_warnings(); say('waiting for a build')\n"
+        "print('Loading\\x1b[31m shards: 100%'); send_warnings(); say('waiting for a build')\n"
         "logging.getLogger('tasks.training').warning('made again: %s', 'x'); emit('step', step=1)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

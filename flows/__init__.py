@@ -7,6 +7,6 @@ recorded         audits and verifications as Prefect flows
 program          `plumbline <command>`
 cli/             from a command line to a configuration, a run and an exit status
 orchestration/   one run: logs, task runs, progress, summary
-servers/         Prefect's server
+servers          the Prefect server of a run, and the servers of `make up`
 monitoring       what runs and ran; `report/` is the page of a run
 """

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from flows.cli.bootstrap import bootstrap
-from flows.servers.services import (
+from flows.servers import (
     AUTH,
     CLIENT_SETTINGS,
     LOOPBACK,
@@ -69,7 +69,7 @@ class Services:
     @property
     def auth(self) -> str:
         """Authentication string of the Prefect server; empty before the first `up`."""
-        return client_settings(self.home).get(AUTH, "")
+        return client_settings(self.runs).get(AUTH, "")
 
     @property
     def prefect_url(self) -> str:
@@ -127,7 +127,7 @@ class Services:
 
     def up(self) -> list[str]:
         """Start the services that do not run yet; if one fails, stop those of this call."""
-        ours = [name for name in NAMES if not running(name, self.home)]
+        ours = [name for name in NAMES if not running(name, self.runs)]
         try:
             self._write_login()
             self._start("prefect", "mlflow")
@@ -160,12 +160,12 @@ class Services:
         Raises BusyError for a port in use, PlumblineError for a service that ends or is too slow.
         """
         for name in names:
-            if not running(name, self.home):
+            if not running(name, self.runs):
                 self._spawn(name)
         deadline = time.monotonic() + START_S
         for name in names:
             while not self._is_ready(name):
-                if not running(name, self.home) or time.monotonic() > deadline:
+                if not running(name, self.runs) or time.monotonic() > deadline:
                     log = self.home / f"{name}.log"
                     tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
                     raise PlumblineError(f"{name} did not start, see {log}", details=tail)
@@ -200,7 +200,7 @@ class Services:
             return answers({"prefect": self.prefect_url, "mlflow": self.mlflow_url}[name])
         workers = self.request("POST", f"/work_pools/{POOL}/workers/filter", {})
         beats = [datetime.fromisoformat(worker["last_heartbeat_time"]) for worker in workers]
-        service = running("worker", self.home)  # workers of an earlier `up` do not count
+        service = running("worker", self.runs)  # workers of an earlier `up` do not count
         started = service.process.create_time() if service else float("inf")
         return any(beat.timestamp() > started for beat in beats)
 
@@ -237,7 +237,7 @@ class Services:
 
     def deploy(self) -> list[str]:
         """Register the deployments of infra/prefect.yaml with our server."""
-        if not running("prefect", self.home) or not answers(self.prefect_url):
+        if not running("prefect", self.runs) or not answers(self.prefect_url):
             raise PlumblineError(f"no Prefect server at {self.prefect_url}", hint="make up")
         words = ["--no-prompt", "deploy", "--all", "--prefect-file", "infra/prefect.yaml"]
         argv, environment = [tool("prefect"), *words], self.environment()
@@ -259,7 +259,7 @@ class Services:
         It gets SIGTERM first, its descendants after a time. Processes that are left after the same
         time again get SIGKILL.
         """
-        service = running(name, self.home)
+        service = running(name, self.runs)
         if service is not None:
             family = [service.process, *service.process.children(recursive=True)]
             for signalled, send in (
@@ -277,7 +277,7 @@ class Services:
 
     def status(self) -> list[str]:
         """Return one line for each service, and their pages if they run."""
-        services = {name: running(name, self.home) for name in NAMES}
+        services = {name: running(name, self.runs) for name in NAMES}
         lines = [
             f"{name:8} {f'runs, pid {service.process.pid}' if service else 'is not running'}"
             for name, service in services.items()
@@ -305,7 +305,7 @@ def main() -> int:
     bootstrap(PROJECT, runs)
     ports = []
     for name, default in PORTS.items():
-        service = running(name, services_of(runs))
+        service = running(name, runs)
         port = os.environ.get(f"{name.upper()}_PORT") or default
         ports.append(service.port if service and service.port else int(port))
     try:

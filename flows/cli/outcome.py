@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.servers.services import LOOPBACK, running, services_of
+from flows.servers import LOOPBACK, running
 from tasks.config.checks.context import installed
 from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
@@ -57,7 +57,7 @@ def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
 def pages(runs: Path, known: Mapping[str, str]) -> str:
     """Return one line: the pages of a run in Prefect and MLflow, or what serves MLflow's."""
     urls = list(known.values())
-    if not urls and (prefect := running("prefect", services_of(runs))):
+    if not urls and (prefect := running("prefect", runs)):
         urls.append(f"http://{LOOPBACK}:{prefect.port}/runs")
     store = f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}"
     served = shlex.join([own_command("mlflow"), "ui", "--backend-store-uri", store])

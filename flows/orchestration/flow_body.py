@@ -15,7 +15,7 @@ from typing import Any
 
 from flows.cli.bootstrap import bootstrap, quiet_logging
 from flows.cli.composed import Composed
-from flows.servers.prefect_server import prefect_server
+from flows.servers import prefect_server
 from tasks.config.checks import preflight
 from tasks.config.checks.release import prefect_reachable, public, reachable
 from tasks.core.errors import PlumblineError

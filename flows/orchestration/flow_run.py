@@ -27,7 +27,7 @@ from flows.monitoring import RunRecord
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
 from flows.report.page import REPORT, write_report
-from flows.servers.services import mlflow_page
+from flows.servers import mlflow_page
 from tasks.core import machine
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import ContractError, PlumblineError, TrackingError

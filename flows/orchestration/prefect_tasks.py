@@ -21,7 +21,7 @@ from prefect.utilities.urls import url_for
 
 from flows.cli.composed import Composed
 from flows.orchestration.flow_run import Host
-from flows.servers.prefect_server import is_embedded
+from flows.servers import is_embedded
 from tasks.core.redaction import redact, redact_error
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Patience, hold

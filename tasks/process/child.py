@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any
 
 PROJECT = Path(__file__).resolve().parents[2]
 SUPERVISOR = Path(__file__).with_name("supervise.py")
@@ -75,27 +75,16 @@ class Child:
             raise
         finally:
             os.close(read_end)
+        self.pid = self._process.pid
+        """Process id of the supervisor; also the id of its session and process group."""
+        self.stdin: Any = self._process.stdin
+        self.stdout: Any = self._process.stdout
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the supervisor; also the id of its session and process group."""
-        return self._process.pid
-
-    @property
-    def stdin(self) -> IO[bytes]:
-        """Standard input of the command, if it was asked for."""
-        return cast("IO[bytes]", self._process.stdin)
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        """Output of the command, unless it goes to a file."""
-        return cast("IO[bytes]", self._process.stdout)
 
     def poll(self) -> int | None:
         """Return the exit status; None while the command or a descendant is alive."""
@@ -139,7 +128,7 @@ class Child:
         status = self.poll()
         if status is None or status < 0:  # perhaps the supervisor was killed, not the command
             kill_marked(self._mark)
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self.stdin, self.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):  # an unread request
                     stream.close()

@@ -198,10 +198,10 @@ class Server:
             self._client.log_batch(run_id, params=listed[start : start + 100])
         return run_id
 
-    def _input(self, run_id: str, context: str, dataset: Mapping[str, str]) -> None:
+    def _input(self, run_id: str, dataset: Mapping[str, str]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        tags = [InputTag("mlflow.data.context", context)]
+        tags = [InputTag("mlflow.data.context", "training")]
         made = Dataset(**dataset, source_type="local", schema=None)
         self._client.log_inputs(run_id, [DatasetInput(made, tags)])
 

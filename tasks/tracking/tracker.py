@@ -57,7 +57,6 @@ class Tracker:
         self._server = Server(uri, artifact_root)
         self._outbox: Any = None  # an Outbox while `flow` runs
         self._id = ""
-        self._datasets: dict[str, dict[str, str]] = {}
 
     @property
     def experiment_id(self) -> str:
@@ -103,20 +102,15 @@ class Tracker:
         inputs = {f"input.{role}": digest for role, digest in origin.inputs.items()}
         tags = {"stage": name, **inputs}
         local_id = self._start(name, flatten(origin.config), tags, parent=self._id)
-        run = StageRun(self._outbox, local_id, self._datasets)
         with self._closing(local_id):
-            for digest in origin.inputs.values():
-                run.read(digest, "training" if origin.kind == "shards" else "evaluation")
-            yield run
+            yield StageRun(self._outbox, local_id, self._id)
 
     def log_parent(
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
     ) -> None:
         """Log numbers, small text files and a Markdown description of the whole flow."""
-        parent = StageRun(self._outbox, self._id, self._datasets)
+        parent = StageRun(self._outbox, self._id)
         parent.metrics(metrics)
-        for digest in self._datasets:
-            parent.read(digest, "training")
         for name, text in files.items():
             parent.text(name, text)
         parent.tags({"mlflow.note.content": description})
@@ -179,13 +173,10 @@ class Tracker:
 
 
 class StageRun:
-    """MLflow run of one stage; `datasets` are those of the flow, by digest."""
+    """MLflow run of one stage; `parent` is our id of the flow's run, which has the datasets."""
 
-    def __init__(
-        self, outbox: Outbox, local_id: str, datasets: dict[str, dict[str, str]] | None = None
-    ) -> None:
-        self._outbox, self._id = outbox, local_id
-        self._datasets = {} if datasets is None else datasets
+    def __init__(self, outbox: Outbox, local_id: str, parent: str = "") -> None:
+        self._outbox, self._id, self._parent = outbox, local_id, parent
         self._tables: dict[str, list[Mapping[str, Any]]] = {}
 
     @property
@@ -214,11 +205,6 @@ class StageRun:
         for key, value in tags.items():
             self._outbox.put("set_tag", self._id, key, redact(str(value)))
 
-    def read(self, digest: str, context: str) -> None:
-        """Log a dataset of this flow as an input for "training" or "evaluation"."""
-        if digest in self._datasets:
-            self._outbox.put("log_inputs", self._id, context, self._datasets[digest])
-
     def contract(self, verdicts: list[dict[str, Any]]) -> None:
         """Log the checks, failed or not: name, expected, found, verdict."""
         self.text("contract.json", json.dumps(verdicts, indent=1))
@@ -242,8 +228,7 @@ class StageRun:
             tag = [{"path": f"{name}.json", "type": "table"}]
             self.tags({"mlflow.loggedArtifacts": json.dumps(tag)})
         if artifact.kind == "dataset":
-            self._datasets[artifact.digest] = dataset_record(artifact)
-            self.read(artifact.digest, "training")
+            self._outbox.put("log_inputs", self._parent, dataset_record(artifact))
         self.tags({"artifact": artifact.path, "digest": artifact.digest, "reused": reused})
         for name in (MANIFEST, "contract.json", *PRINTS):
             if (artifact.path / name).is_file():

@@ -15,7 +15,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from flows.servers.services import mlflow_page
+from flows.servers import mlflow_page
 from tests.commands import command, environment, summary_of
 from tests.tracking.mlflow_process import MlflowProcess
 

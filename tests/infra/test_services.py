@@ -21,7 +21,7 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from flows.servers.services import client_settings, running
+from flows.servers import client_settings, running
 from infra import services as module
 from infra.services import NAMES, Services
 from tasks.pipeline.artifact import Artifact, Origin, publish
@@ -121,7 +121,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.mark.slow
 def test_other_users_can_read_nothing(site: Site) -> None:
-    runs, settings = site.services.runs, client_settings(site.services.home)
+    runs, settings = site.services.runs, client_settings(site.services.runs)
     assert stat.S_IMODE((site.services.home / "prefect.env").stat().st_mode) == 0o600
     assert stat.S_IMODE(site.services.home.stat().st_mode) == 0o700
     assert settings["PREFECT_API_URL"] == site.services.prefect_url
@@ -254,7 +254,7 @@ def test_the_queue_goes_on_after_down_and_after_kill_9(own_site: Site) -> None:
 
         killed = waits(own_site, waiting)
         for name in NAMES:
-            daemon = running(name, own_site.services.home)
+            daemon = running(name, own_site.services.runs)
             assert daemon is not None
             for member in [daemon.process, *daemon.process.children(recursive=True)]:
                 os.kill(member.pid, signal.SIGKILL)
@@ -294,14 +294,14 @@ def test_a_service_is_stopped_with_its_children(own: Services) -> None:
     process.stdout.readline()
     record = json.dumps([process.pid, process.create_time(), None])
     (own.home / "worker.json").write_text(record)
-    service = running("worker", own.home)
+    service = running("worker", own.runs)
     assert service is not None
     family = [service.process, *service.process.children()]
     assert len(family) == 2
     assert own._stop("worker")
     psutil.wait_procs(family, timeout=5)
     assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
-    assert running("worker", own.home) is None
+    assert running("worker", own.runs) is None
     assert not own._stop("worker")
 
 

@@ -6,19 +6,19 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from flows.servers.services import answers
+from flows.servers import answers
 from tests.process.conftest import Script, alive, pids, until
 
 FLOW = """
 import sys, time
 from pathlib import Path
 from flows.cli.bootstrap import bootstrap
-from flows.servers.prefect_server import _running, prefect_server
+from flows.servers import _embedded, prefect_server
 
 runs = Path(sys.argv[1])
 bootstrap(runs.parent, runs)
 with prefect_server(runs):
-    for child, settings in _running.values():
+    for child, settings in _embedded.values():
         print("server", child.pid, *settings.values(), "is up", flush=True)
     time.sleep(600)
 """

@@ -40,6 +40,7 @@ CLIENT_SETTINGS = "prefect.env"
 URL, AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
 START_S = 300.0
 """Time limit of the start. It takes seconds on a quiet machine and minutes on a busy one."""
+ANSWER_S = 30.0
 SETTLE_S = 10.0
 POLL_S = 0.15
 GRACE_S = 3.0
@@ -58,7 +59,7 @@ def answers(url: str, path: str = "/health", auth: str = "") -> bool:
     user, _, password = auth.partition(":")
     with contextlib.suppress(httpx.HTTPError):
         login = (user, password) if auth else None
-        return httpx.get(url + path, auth=login, trust_env=False).is_success
+        return httpx.get(url + path, auth=login, timeout=ANSWER_S, trust_env=False).is_success
     return False
 
 

@@ -47,7 +47,7 @@ NAMES = ("prefect", "mlflow", "worker")
 PORTS = {"prefect": 4200, "mlflow": 5000}
 POOL = "plumbline"
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
-START_S = 120.0
+START_S = 300.0  # seconds on a quiet machine, minutes on a busy one
 # A worker with a running flow ends only after the flow, which gets SIGTERM after this time.
 STOP_S = 12.0
 TAIL_LINES = 15

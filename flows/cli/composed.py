@@ -69,44 +69,40 @@ class Composed:
 
 
 def resolve(
-    make: Callable[[], DictConfig],
+    config: DictConfig,
     names: Vocabulary,
     words: Sequence[str],
-    problems: Sequence[Problem] = (),
+    problems: Sequence[Problem],
     checks: Callable[[dict[str, Any]], Iterator[Finding]] | None = None,
 ) -> Composed:
-    """Make and check a configuration. Raises ConfigError with all problems.
+    """Check a configuration of the words that are right. Raises ConfigError with all problems.
 
-    `make` returns it with the words that are right, `problems` are mistakes in other words. If a
-    word is wrong, the checks of the command run with the default in place of its value.
+    `problems` are mistakes in other words. If a word is wrong, the checks of the command run with
+    the default in place of its value.
     """
     from pydantic import ValidationError
 
-    problems, settings = list(problems), None
+    problems, composed = list(problems), None
     try:
-        composed = Composed.of(make(), names.root)
-        settings = composed.settings
+        composed = Composed.of(config, names.root)
     except ValidationError as error:
         wrong = wrong_values(error.errors(include_url=False), words, names)
         problems += wrong
         if checks is not None:
-            config, defaults = make(), OmegaConf.create(names.defaults)
+            defaults = OmegaConf.create(names.defaults)
             for problem in wrong:
                 key = problem.message.partition(":")[0]
                 OmegaConf.update(config, key, OmegaConf.select(defaults, key))
-            settings = Composed.of(config, names.root).settings
+            composed = Composed.of(config, names.root)
     except MissingMandatoryValue as error:
         hint = f"{names.command} {error.full_key}={_EXAMPLES.get(str(error.full_key), VALUE)}"
         message = f"{error.full_key} has to be set"
         problems = problems or [Problem(message, f"{hint}, beside what you typed")]
     except OmegaConfBaseException as error:
         problems = problems or [Problem(str(error).splitlines()[0], f"{names.command} --help")]
-    except PlumblineError:
-        if not problems:
-            raise
-    if problems:
-        if checks is not None and settings is not None:
-            problems += [Problem(str(finding)) for finding in checks(settings)]
+    if problems or composed is None:
+        if checks is not None and composed is not None:
+            problems += [Problem(str(finding)) for finding in checks(composed.settings)]
         raise config_error(problems)
     return composed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,12 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flows.cli.composed import Composed, resolve
-from flows.cli.vocabulary import CONF, Problem, Vocabulary, unknown_key
+from flows.cli.vocabulary import CONF, Problem, Vocabulary, config_error, unknown_key
 from tasks.config import Rlhf
 from tasks.config.after_training import Deliver
 from tasks.config.checks.model import look_at
 from tasks.config.defaults import ONLINE, RULES, default
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, PlumblineError
 
 SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver}
 """Dataclass of the settings, by root file."""
@@ -84,15 +85,16 @@ def compose_config(overrides: Sequence[str], *, config_name: str = "rlhf") -> Co
     problems = wrong_overrides(overrides, names)
     wrong = {problem.word for problem in problems}
     right = [o for o in split(overrides)[0] if o not in wrong]
-    made, lines = list[DictConfig](), list[str]()
-
-    def make() -> DictConfig:
-        made.append(composed_as_is(right, config_name))
-        lines.extend(_take_gguf(made[0]) if config_name == "rlhf" else ())
-        return made[0]
-
-    composed = resolve(make, names, right, problems)
-    lines += _computed(made[0], composed.settings) if config_name == "rlhf" else ()
+    is_rlhf = config_name == "rlhf"
+    try:
+        config = composed_as_is(right, config_name)
+        lines = _take_gguf(config) if is_rlhf else []
+    except PlumblineError:
+        if problems:  # which say more
+            raise config_error(problems) from None
+        raise
+    composed = resolve(config, names, right, problems)
+    lines += _computed(config, composed.settings) if is_rlhf else []
     return replace(composed, defaults=tuple(lines))
 
 
@@ -155,14 +157,17 @@ def vocabulary(program: str, overrides: Sequence[str] = ()) -> Vocabulary:
     return Vocabulary(program, SCHEMAS[program], [CONF, *own])
 
 
-def _take_gguf(config: DictConfig) -> Iterator[str]:
-    """Put the Hugging Face folder of a GGUF file into `model.path`, and yield a line about it."""
-    path = config.model.path
-    if str(path).endswith(".gguf"):
-        from tasks.from_gguf import hf_folder
+def _take_gguf(config: DictConfig) -> list[str]:
+    """Put the Hugging Face folder of a GGUF file into `model.path`. Returns a line about it."""
+    path = None
+    with suppress(OmegaConfBaseException):  # reported when the rest is resolved
+        path = config.model.path
+    if not str(path).endswith(".gguf"):
+        return []
+    from tasks.from_gguf import hf_folder
 
-        config.model.path = str(hf_folder(Path(path).expanduser()))
-        yield f"model.path={config.model.path} (the dequantised weights of {path}, in bf16)"
+    config.model.path = str(hf_folder(Path(path).expanduser()))
+    return [f"model.path={config.model.path} (the dequantised weights of {path}, in bf16)"]
 
 
 def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from flows.cli.composed import Composed, report, resolve, run_job
 from flows.cli.usage import brief, full
@@ -107,15 +108,16 @@ def read(name: str, words: Sequence[str]) -> Composed:
     problems += [no_setting(folder, names) for folder in folders[len(free) :]]
     pairs |= zip(free, folders, strict=False)
 
-    def make() -> DictConfig:
-        config = OmegaConf.create(names.defaults)
-        for key, value in pairs.items():
+    config = OmegaConf.create(names.defaults)
+    for key, value in pairs.items():
+        try:
             OmegaConf.update(config, key, None if value == "null" else value)
-        return config
+        except OmegaConfBaseException as error:  # half an interpolation
+            problems.append(Problem(f"{key}: {str(error).splitlines()[0]}", f"{key}=<value>"))
 
     def checks(settings: dict[str, Any]) -> Iterator[Finding]:
         problems_of = getattr(import_module(f"flows.{name}"), "problems", None)
         return problems_of(settings) if problems_of else iter(())
 
     typed = [f"{key}={value}" for key, value in pairs.items()]
-    return resolve(make, names, typed, problems, checks)
+    return resolve(config, names, typed, problems, checks)

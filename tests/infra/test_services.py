@@ -36,6 +36,8 @@ FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 PATIENCE_S = 120.0
 EVIL = "http://evil.example"
 
+pytestmark = pytest.mark.timeout(1500)  # servers start in minutes on a busy machine
+
 
 @dataclass(frozen=True)
 class Site:

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import datetime
 
 from flows.cli.bootstrap import bootstrap
@@ -46,16 +47,14 @@ def job(composed: Composed, words: list[str]) -> int:
     settings = composed.settings
     bootstrap(PROJECT, composed.runs)
     preflight(list(_problems(composed)))
-    if not settings["yes"]:
+    alone = hold(composed.runs, Patience(settings["paths"]["wait_s"], to_stderr), alone=True)
+    with alone if settings["yes"] else nullcontext():
         planned = _planned(composed)
-        _print(planned)
-        if planned.items:
-            print("nothing was removed; add yes=true")
-        return 0
-    with hold(composed.runs, Patience(settings["paths"]["wait_s"], to_stderr), alone=True):
-        planned = _planned(composed)
-        remove(planned)
+        if settings["yes"]:
+            remove(planned)
     _print(planned)
+    if planned.items and not settings["yes"]:
+        print("nothing was removed; add yes=true")
     return 0
 
 

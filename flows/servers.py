@@ -43,7 +43,6 @@ START_S = 300.0
 ANSWER_S = 30.0
 SETTLE_S = 10.0
 POLL_S = 0.15
-GRACE_S = 3.0
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 log = logging.getLogger(__name__)
@@ -181,7 +180,7 @@ def _start(runs: Path, meanwhile: Callable[[], None]) -> dict[str, str]:
         argv += ["--host", LOOPBACK, "--port", str(port)]
         settings = {URL: f"http://{LOOPBACK}:{port}/api", AUTH: auth}
         with log_path.open("ab") as output:
-            child = stack.enter_context(Child(argv, env=env, output=output, grace_s=GRACE_S))
+            child = stack.enter_context(Child(argv, env=env, output=output))
         importlib.import_module("prefect.main")
         meanwhile()
         deadline = time.monotonic() + START_S

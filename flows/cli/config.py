@@ -159,7 +159,7 @@ def vocabulary(program: str, overrides: Sequence[str] = ()) -> Vocabulary:
 
 def _take_gguf(config: DictConfig) -> list[str]:
     """Put the Hugging Face folder of a GGUF file into `model.path`. Returns a line about it."""
-    path = None
+    path: Any = None
     with suppress(OmegaConfBaseException):  # reported when the rest is resolved
         path = config.model.path
     if not str(path).endswith(".gguf"):

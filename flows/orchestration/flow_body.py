@@ -65,17 +65,11 @@ def reported(work: Callable[[], dict[str, Any]]) -> Any:
 def start(
     module: str, composed: Composed, overrides: list[str], body: Callable[[], dict[str, Any]]
 ) -> Any:
-    """Run a flow of this process with a Prefect server, an embedded one if there is no other.
+    """Run a flow (`flows.rlhf:rlhf`) with a Prefect server, an embedded one if there is no other.
 
-    Args:
-        module: module and name of the flow: `flows.rlhf:rlhf`.
-        body: called in place of the flow's own body, which would read and check everything again.
-
-    Returns:
-        The final state of the flow run; that of its body if Prefect's server could not take it.
-
-    Raises:
-        PlumblineError: Prefect's server has gone away before the run began.
+    `body` is called in place of the flow's own, which would read and check everything again.
+    Returns the final state of the flow run; that of its body if Prefect's server could not take it.
+    Raises PlumblineError if Prefect's server has gone away before the run began.
     """
     place, _, name = module.partition(":")
 

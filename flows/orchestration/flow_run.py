@@ -42,21 +42,15 @@ from tasks.tracking.tracker import Tracker
 
 @dataclass(frozen=True)
 class Host:
-    """Environment of a flow: Prefect, or this process alone.
-
-    Attributes:
-        call: calls the work of a stage, or of what follows the last one.
-        show: shows the table of checks (Markdown) at the end of a flow.
-        page: URL of the flow run's page; empty if nothing serves it.
-    """
+    """Environment of a flow: Prefect, or this process alone."""
 
     run_id: str
     log: Any
-    call: Call
-    show: Callable[[str], object]
+    call: Call  # calls the work of a stage, or of what follows the last one
+    show: Callable[[str], object]  # shows the table of checks (Markdown) at the end
     tags: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = FOREVER
-    page: str = ""
+    page: str = ""  # URL of the flow run's page; empty if nothing serves it
 
 
 def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host:

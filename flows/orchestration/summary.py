@@ -31,49 +31,32 @@ _LINE = "{:<20}  {:>7}  {:<6}  {:>6}  {:<12}  {:<4}  {:<10}  {:<2}  {}"
 
 @dataclass
 class Summary:
-    """Summary of a flow run, written whether the run succeeded or not.
+    """Summary of a flow run, written whether the run succeeded or not."""
 
-    Attributes:
-        status: "running", "completed", "failed" or "cancelled".
-        stages: one entry for each stage, see `stage_entry`.
-        served: path of the served model; the quantised one if there is one.
-        unquantized: path of the model that was quantised.
-        pages: pages of the run in `prefect` and `mlflow`, if a server has them.
-        gate: verdict of the gate: `passed`, `reasons`, `conditions` (rows of its table), the
-            registered `version`, and the versions that are the `candidate` and the `champion`.
-        eval: evaluation results, see `evaluation`.
-        error_report: the error as on the terminal: message, details, what to type, log.
-        refused: the hand-off that moved too far, as `handoff` in `stage_entry`, with its `stage`.
-        tracking: records that MLflow has not got.
-        unregistered: why the model is not registered though the run is complete, and what to type.
-        findings: findings of the audit that a delivery starts with.
-        defaults: lines about computed defaults.
-        run: name of the run's folders under `<paths.runs>/logs` and `reports`.
-        command: what repeats the run.
-        memory: bytes of one rank by name of the training stage: `planned` and `peak`.
-    """
-
-    status: str
+    status: str  # "running", "completed", "failed" or "cancelled"
     flow: str
     exp: str | None
     seconds: float
-    stages: list[dict[str, Any]] = field(default_factory=list)
-    served: str | None = None
-    pages: dict[str, str] = field(default_factory=dict)
+    stages: list[dict[str, Any]] = field(default_factory=list)  # see `stage_entry`
+    served: str | None = None  # path of the served model; the quantised one if there is one
+    pages: dict[str, str] = field(default_factory=dict)  # in `prefect` and `mlflow`, if served
     mlflow_run_id: str | None = None
+    # `passed`, `reasons`, `conditions` (rows of its table), `version`, `candidate`, `champion`
     gate: dict[str, Any] | None = None
-    eval: dict[str, float | None] = field(default_factory=dict)
+    eval: dict[str, float | None] = field(default_factory=dict)  # see `evaluation`
     error: str | None = None
     exit_status: int | None = None
-    tracking: str | None = None
-    unregistered: str | None = None
-    findings: list[dict[str, Any]] = field(default_factory=list)
-    defaults: list[str] = field(default_factory=list)
-    run: str = ""
-    unquantized: str | None = None
-    error_report: str | None = None
+    tracking: str | None = None  # records that MLflow has not got
+    unregistered: str | None = None  # why a complete model is not registered, and what to type
+    findings: list[dict[str, Any]] = field(default_factory=list)  # of the audit of a delivery
+    defaults: list[str] = field(default_factory=list)  # lines about computed defaults
+    run: str = ""  # name of its folders under `<paths.runs>/logs` and `reports`
+    unquantized: str | None = None  # path of the model that was quantised
+    error_report: str | None = None  # as on the terminal: message, details, what to type, log
+    # Hand-off that moved too far, as `handoff` in `stage_entry`, with its `stage`
     refused: dict[str, Any] | None = None
-    command: str | None = None
+    command: str | None = None  # repeats the run
+    # Bytes of one rank by name of the training stage: `planned` and `peak`
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:

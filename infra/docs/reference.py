@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -45,16 +45,13 @@ def commands() -> Iterator[str]:
     yield "\n`plumbline <command>` and `python flows/<command>.py` are the same; `train` is `rlhf`."
     yield "A setting is typed as `key=value`. What to do about an exit status:"
     yield "[runbook](../runbook.md#exit-statuses)."
+    block = "\n## {}\n\n```text\n{}\n```"
     for program in config.SCHEMAS:
         values = config.composed_as_is([], program)
-        yield from _block(program, full(config.vocabulary(program), values))
+        yield block.format(program, full(config.vocabulary(program), values))
     for program in tool.TOOLS:
         names = tool.vocabulary(program)
-        yield from _block(program, full(names, OmegaConf.create(names.defaults)))
-
-
-def _block(title: str, text: str) -> Iterator[str]:
-    yield f"\n## {title}\n\n```text\n{text}\n```"
+        yield block.format(program, full(names, OmegaConf.create(names.defaults)))
 
 
 def experiment_pages() -> Iterator[str]:
@@ -77,20 +74,15 @@ def numbers() -> Iterator[str]:
         yield _row(f"`{name}`", f"`{number.key}`", before, ", ".join(number.kinds) or "all")
 
 
-def findings() -> Iterator[str]:
-    """Yield the page with every finding of the audit."""
-    yield findings_page.page()
-
-
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-GENERATED = {
+GENERATED: dict[str, Callable[[], Iterable[str]]] = {
     "reference/experiments.md": experiment_pages,
     "reference/numbers.md": numbers,
     "reference/commands.md": commands,
-    "findings.md": findings,
+    "findings.md": lambda: [findings_page.page()],
 }
 
 

@@ -1,4 +1,4 @@
-"""Open and copy single files of a folder that somebody else made.
+"""Open and copy single files of a folder that somebody else made; the digest of our own.
 
 A link may lead to a file of its own folder, or of the Hugging Face hub cache that the folder lies
 in (`snapshots/<revision>/<name> -> ../../blobs/<hash>`). Any other link could publish a file that
@@ -9,16 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import os
 import shlex
 import shutil
 import stat
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 from tasks.core.errors import ArtifactError
 
 _STEP = 1 << 30
+TASKS = Path(__file__).resolve().parents[1]
+
+
+@cache
+def source_digest() -> str:
+    """Return the SHA-256 of all files of package `tasks`: the code part of every cache key.
+
+    A changed comment runs stages again; which lines decide the numbers of a stage is not guessed.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(TASKS.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            name = path.relative_to(TASKS).as_posix()
+            digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def meant(path: Path) -> str:

@@ -6,7 +6,6 @@
 
 stage         the mechanism; `report` has what a stage function returns to it
 artifact      directories that one stage publishes and the next one reads
-source_digest the code part of a key
 locks         who uses a folder of runs, makes an artifact, computes on a device
 retention     what a folder of runs still needs; removes the rest
 """

@@ -15,20 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageReport:
-    """Result of one stage function, before anything is published.
-
-    Attributes:
-        checks: every assertion made, with its verdict. One failed check refuses the artifact.
-        notes: plain JSON that goes into the manifest.
-        drift: distance from the trained model; None if the stage measured none.
-        hashes: of tensors, by file and tensor, that are known from their writing.
-    """
+    """Result of one stage function, before anything is published."""
 
     kind: str
-    checks: tuple[Check, ...] = ()
+    checks: tuple[Check, ...] = ()  # every assertion; a failed one refuses the artifact
     metrics: Mapping[str, float] = field(default_factory=dict)
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    drift: Moved | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)  # plain JSON for the manifest
+    drift: Moved | None = None  # distance from the trained model; None if not measured
+    # Of tensors, by file and tensor, that are known from their writing
     hashes: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 

@@ -66,17 +66,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """Folders to remove, and why the artifacts that stay do.
+    """Folders to remove, and why the artifacts that stay do."""
 
-    Attributes:
-        items: folders to remove; what was made from others comes first.
-        kept: reason by artifact: registered, resumable, recent or manifest unreadable.
-        checkpoints: checkpoint folders of unfinished trainings, which stay.
-    """
-
-    items: tuple[Item, ...]
-    kept: Mapping[Path, str]
-    checkpoints: tuple[Path, ...]
+    items: tuple[Item, ...]  # what was made from others comes first
+    kept: Mapping[Path, str]  # reason by artifact: registered, resumable, recent, unreadable
+    checkpoints: tuple[Path, ...]  # of unfinished trainings, which stay
 
 
 def plan(

@@ -22,10 +22,10 @@ from typing import Any
 from tasks.core.contract import Check, require
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError
+from tasks.core.files import source_digest
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
 from tasks.pipeline.locks import FOREVER, Needs, Patience, staging
 from tasks.pipeline.report import StageReport, StageResult
-from tasks.pipeline.source_digest import source_digest
 
 CONTRACT = "contract.json"
 _SECTIONS = {"train": "train", "smoke_eval": "smoke", "smoke_quantized": "smoke"}
@@ -73,31 +73,20 @@ class Stage:
 
 @dataclass
 class Mechanism:
-    """Run stages, publish their artifacts, track them.
+    """Run stages, publish their artifacts, track them."""
 
-    Attributes:
-        store: folder of the published artifacts.
-        logs: folder of the child processes' full logs in this flow run.
-        call: calls the work of a stage, as a Prefect task run or directly.
-        force: names of stages that run even if an intact artifact exists.
-        devices: context in which a stage has its devices.
-        on_event: gets the events of every stage's child process.
-        results: results of the stages that have run so far, in order.
-        name: name of the step if a run has several; its stages are called `<name>.<stage>`.
-        timeouts: section `timeouts`: seconds by `<stage>_s`.
-    """
-
-    store: Path
-    logs: Path
+    store: Path  # folder of the published artifacts
+    logs: Path  # folder of the child processes' full logs in this flow run
     tracker: Any  # a `Tracker` of tasks/tracking
-    call: Call
-    force: frozenset[str] = frozenset()
+    call: Call  # calls the work of a stage, as a Prefect task run or directly
+    force: frozenset[str] = frozenset()  # stages that run even if an intact artifact exists
     patience: Patience = FOREVER
+    # Context in which a stage has its devices
     devices: Callable[[Needs], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    on_event: OnEvent = lambda event: None
-    results: list[StageResult] = field(default_factory=list)
-    name: str = ""
-    timeouts: Mapping[str, float | None] = field(default_factory=dict)
+    on_event: OnEvent = lambda event: None  # gets the events of every stage's child process
+    results: list[StageResult] = field(default_factory=list)  # of the stages so far, in order
+    name: str = ""  # the step if a run has several; its stages are called `<name>.<stage>`
+    timeouts: Mapping[str, float | None] = field(default_factory=dict)  # seconds by `<stage>_s`
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[Mechanism]:
@@ -126,11 +115,11 @@ class Mechanism:
     ) -> StageResult:
         """Run one stage, or reuse what it published before.
 
+        It is called as `function(out, **{role: path}, **config, **context, log=...)`.
+
         Args:
-            function: called as `function(out, **{role: path}, **config, **context, log=...)`.
             config: arguments that change the result, and are part of the key: plain JSON values, or
-                frozen dataclasses of these.
-            context: arguments that do not change the result (how to score, where to log).
+                frozen dataclasses of these; `context` are those that do not change it.
             observe: makes the function's `on_event` of the record of the stage and its log, for
                 stages whose child reports events.
             after: artifacts by role that the stage does not read, but without which the flow would

@@ -23,11 +23,8 @@ from typing import IO, Any
 PROJECT = Path(__file__).resolve().parents[2]
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 
-GRACE_S = 5.0
-"""Seconds from SIGTERM to SIGKILL; with the supervisor's wait after SIGKILL less than ten."""
-
-KILL_S = 4.0
-"""Seconds from SIGKILL until a supervisor that has not ended is killed, too."""
+GONE_WITHIN_S = 9.0
+"""Seconds until a supervisor that has not ended everything is killed, too."""
 
 POLL_S = 0.5
 CHUNK = 1 << 16
@@ -39,11 +36,8 @@ MARK = "PLUMBLINE_CHILD"
 class Child:
     """A supervised command, a context manager. Its standard output and error are one stream.
 
-    Args:
-        env: additions to the environment of this process.
-        output: file for the output; None for a pipe that `read` reads.
-        stdin: True for a pipe to the command's standard input.
-        grace_s: seconds from SIGTERM to SIGKILL when the command is ended.
+    They go to a file (`output`), or to a pipe that `read` reads. `env` are additions to the
+    environment; `stdin` is True for a pipe to the command's standard input.
     """
 
     def __init__(
@@ -53,16 +47,14 @@ class Child:
         env: Mapping[str, str] | None = None,
         output: IO[bytes] | None = None,
         stdin: bool = False,
-        grace_s: float = GRACE_S,
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self.gone_within_s = grace_s + KILL_S
         self.cancelled = False
         read_end, self._handle = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(SUPERVISOR), str(read_end), str(grace_s), *argv],
+                [sys.executable, "-I", "-S", str(SUPERVISOR), str(read_end), *argv],
                 pass_fds=(read_end,),
                 env=child_environment(env or {}) | {MARK: self._mark},
                 stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
@@ -121,7 +113,7 @@ class Child:
     def end(self) -> int | None:
         """End the command with all descendants and wait. Returns the exit status."""
         self._let_go()
-        if not self.wait(self.gone_within_s):
+        if not self.wait(GONE_WITHIN_S):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.wait(1.0)

@@ -42,16 +42,10 @@ def launch(
 ) -> list[str]:
     """Run a command to its end and return its last lines of output.
 
-    Args:
-        argv: the command; `python_child` returns one for a module of this project.
-        log: gets the lines that the command wants its user to see.
-        log_path: file to which the whole output is appended.
-        env: additions to the environment. The project's root is always importable.
-        on_event: called in this thread with each event of `tasks/core/events.py`, in order. If it
-            raises, the command is ended and the exception is passed on.
-
-    Raises StageProcessError if the exit status is not zero ("exit"), or the command was too slow
-    ("timeout").
+    `log` gets the lines that the command wants its user to see, the file all of them. `on_event` is
+    called in this thread with each event of `tasks/core/events.py`, in order; if it raises, the
+    command is ended. Raises StageProcessError if the exit status is not zero ("exit"), or the
+    command was too slow ("timeout").
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     with Output(stage=stage, log=log, log_path=log_path) as output:

@@ -46,8 +46,9 @@ class Output:
         self._stage = stage
         self._tail: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._rest = b""
+        self._file: Any = None
         hide_environment()
-        self._open(log, log_path)
+        self.switch(log, log_path)
 
     def __enter__(self) -> Output:
         return self
@@ -55,16 +56,14 @@ class Output:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def _open(self, log: Log, log_path: Path) -> None:
+    def switch(self, log: Log, log_path: Path) -> None:
+        """Send further lines elsewhere, and forget the last ones."""
+        if self._file is not None:
+            self._file.close()
+        self._tail.clear()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: a buffer that a full disk refuses would raise again at the end.
         self._log, self._file = log, log_path.open("ab", buffering=0)
-
-    def switch(self, log: Log, log_path: Path) -> None:
-        """Send further lines elsewhere, and forget the last ones."""
-        self._file.close()
-        self._tail.clear()
-        self._open(log, log_path)
 
     @property
     def tail(self) -> list[str]:

@@ -1,10 +1,10 @@
 """Run one command such that no descendant of it outlives the parent process.
 
-    python -I -S supervise.py FD GRACE_S command [argument ...]
+    python -I -S supervise.py FD command [argument ...]
 
 `tasks/process/child.py` starts this file in its own session and keeps the write end of the pipe
-whose read end is `FD`. The supervisor ends every descendant, first with SIGTERM, after `GRACE_S`
-seconds with SIGKILL, as soon as one of these happens:
+whose read end is `FD`. The supervisor ends every descendant, first with SIGTERM, after five seconds
+with SIGKILL, as soon as one of these happens:
 
 - the pipe reaches its end: the parent has closed it or is dead, `kill -9` included;
 - the supervisor gets a SIGTERM;
@@ -29,8 +29,7 @@ import sys
 import time
 
 PR_SET_CHILD_SUBREAPER = 36
-LEFTOVER_GRACE_S = 1.0
-KILL_WAIT_S = 2.5
+GRACE_S, LEFTOVER_GRACE_S, KILL_WAIT_S = 5.0, 1.0, 2.5  # together less than ten seconds
 CANNOT_START = 127
 
 
@@ -131,8 +130,8 @@ def watch(command: Command, *, pipe: int, wakeup: int, told_to_stop: list[int]) 
 
 
 def main(arguments: list[str]) -> None:
-    """Supervise the command that follows `FD` and `GRACE_S`; see the module docstring."""
-    pipe, grace_s, argv = int(arguments[0]), float(arguments[1]), arguments[2:]
+    """Supervise the command that follows `FD`; see the module docstring."""
+    pipe, argv = int(arguments[0]), arguments[1:]
     os.set_inheritable(pipe, False)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -151,7 +150,7 @@ def main(arguments: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # standard input is the command's alone
 
     watch(command, pipe=pipe, wakeup=wakeup, told_to_stop=told_to_stop)
-    command.end(grace_s if command.status is None else LEFTOVER_GRACE_S)
+    command.end(GRACE_S if command.status is None else LEFTOVER_GRACE_S)
     command.exit_like()
 
 

@@ -35,12 +35,10 @@ _INTERRUPTED_S = 5.0
 
 
 class Tracker:
-    """MLflow runs of one flow: a parent run, and a child run per stage.
+    """MLflow runs of one flow: a parent run, and a child run per stage; none if not `recorded`.
 
-    Args:
-        artifact_root: folder for logged files if `uri` is a database; None for a server.
-        reports: folder in which flows leave their numbers in any case, for messages.
-        recorded: False to record nothing, and not to import MLflow.
+    `artifact_root` is the folder for logged files if `uri` is a database; in `reports` flows leave
+    their numbers in any case.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tasks.core.errors import ConfigError, PlumblineError, TrainingError
+from tasks.core.files import source_digest
 from tasks.core.machine import driver_too_old, gpu_count, has_gpu, resident_peak
-from tasks.pipeline.source_digest import source_digest
 from tasks.process.multinode import RANKS_FILE
 from tasks.training.engine.partitions import full_shape
 from tasks.training.job import Optim

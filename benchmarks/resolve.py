@@ -25,12 +25,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.report import Row, table
-from flows.delivery.run_delivery import Untracked
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import Mechanism, Stage
+from tasks.tracking.tracker import Tracker
 
 BAR_MS = 50.0
-STAGE = Stage("write", "served", code=("tasks.convert",), stack=("torch", "safetensors"))
+STAGE = Stage("write", "served", stack=("torch", "safetensors"))
 
 
 def write(out: Path, *, number: int, tensors: int, log: object) -> StageReport:
@@ -48,7 +48,7 @@ def store(artifacts: int, tensors: int) -> Iterator[Mechanism]:
         mechanism = Mechanism(
             Path(folder) / "artifacts",
             Path(folder) / "logs",
-            Untracked(),
+            Tracker("", "benchmark", None, Path(folder), recorded=False),
             lambda name, work, inputs: work(log),
         )
         for number in range(artifacts):

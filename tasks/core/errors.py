@@ -104,6 +104,10 @@ class BusyError(PlumblineError):
     """Another run uses the same folder, artifact or GPU."""
 
 
+class TimeLimitError(PlumblineError):
+    """A stage took longer than its setting allows."""
+
+
 class StageProcessError(PlumblineError):
     """A child process failed: "exit" or "timeout"; `returncode` is negative for a signal."""
 

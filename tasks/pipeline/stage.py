@@ -21,7 +21,7 @@ from typing import Any
 
 from tasks.core.contract import Check, require
 from tasks.core.disk import disk_full_named
-from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError
+from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError, TimeLimitError
 from tasks.core.files import source_digest
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
 from tasks.pipeline.locks import FOREVER, Needs, Patience, staging
@@ -250,7 +250,7 @@ class _Expired(BaseException):
 def deadline(stage: str, setting: str, seconds: float | None) -> Iterator[None]:
     """End the block after a time; its `finally` blocks end the child processes.
 
-    Raises PlumblineError, which names the setting with the limit.
+    Raises TimeLimitError, which names the setting with the limit.
     """
 
     def expire(*_: object) -> None:
@@ -264,7 +264,7 @@ def deadline(stage: str, setting: str, seconds: float | None) -> Iterator[None]:
     try:
         yield
     except _Expired:
-        raise PlumblineError(
+        raise TimeLimitError(
             f"{stage}: not done within {setting}={seconds:g}; its processes have been ended",
             hint=f"{setting}=<more seconds>, or null for no limit; finished stages are reused",
         ) from None

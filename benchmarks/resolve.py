@@ -51,9 +51,10 @@ def store(artifacts: int, tensors: int) -> Iterator[Mechanism]:
             Tracker("", "benchmark", None, Path(folder), recorded=False),
             lambda name, work, inputs: work(log),
         )
-        for number in range(artifacts):
-            resolve(mechanism, number, tensors)
-        yield mechanism
+        with mechanism.tracker.flow("benchmark", {}, "", {}):
+            for number in range(artifacts):
+                resolve(mechanism, number, tensors)
+            yield mechanism
 
 
 def resolve(mechanism: Mechanism, number: int, tensors: int) -> bool:

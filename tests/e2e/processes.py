@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 
 def living(runs: Path) -> list[str]:
     """Return the command lines of living processes that name this folder of runs."""
-    lines = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(runs) in text:
-            lines.append(text)
-    return lines
+    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [line for line in lines if str(runs) in line]

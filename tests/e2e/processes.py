@@ -9,5 +9,6 @@ import psutil
 
 def living(runs: Path) -> list[str]:
     """Return the command lines of living processes that name this folder of runs."""
-    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    processes = psutil.process_iter(["cmdline"])
+    lines = (" ".join(process.info["cmdline"] or ()) for process in processes)
     return [line for line in lines if str(runs) in line]

@@ -183,14 +183,9 @@ class Services:
         argv, more = self.command(name)
         with (self.home / f"{name}.log").open("ab") as log:
             child = psutil.Popen(
-                argv,
-                cwd=PROJECT,
-                env=self.environment() | more,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+                argv, cwd=PROJECT, env=self.environment() | more, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
         record = [child.pid, child.create_time(), port]
         (self.home / f"{name}.json").write_text(json.dumps(record) + "\n")
 
@@ -212,7 +207,8 @@ class Services:
         """
         template = json.loads((PROJECT / "infra" / "work_pool.json").read_text())
         pool: dict[str, object] = {"base_job_template": template, "concurrency_limit": 1}
-        if self.request("POST", "/work_pools/filter", {"name": {"any_": [POOL]}}):
+        ours = {"work_pools": {"name": {"any_": [POOL]}}}
+        if self.request("POST", "/work_pools/filter", ours):
             self.request("PATCH", f"/work_pools/{POOL}", pool)
         else:
             self.request("POST", "/work_pools/", pool | {"name": POOL, "type": "process"})
@@ -227,11 +223,10 @@ class Services:
         flows: dict[str, object] = dict(unfinished)
         if of_deployments:
             flows["deployment_id"] = {"is_null_": False}
-        query = {"flow_runs": flows, "task_runs": unfinished}
+        tasks = {"flow_runs": flows, "task_runs": unfinished}
         # Tasks first: they are found by the state of their flow.
-        for kind in ("task_runs", "flow_runs"):
-            body = query if kind == "task_runs" else {"flow_runs": flows}
-            for run in self.request("POST", f"/{kind}/filter", body):
+        for kind, query in (("task_runs", tasks), ("flow_runs", {"flow_runs": flows})):
+            for run in self.request("POST", f"/{kind}/filter", query):
                 path = f"/{kind}/{run['id']}/set_state"
                 self.request("POST", path, {"state": crashed, "force": True})
 

@@ -82,29 +82,6 @@ def _refuse(reason: str) -> int:
     return 2
 
 
-class _Handler:
-    """Signal handler; `status` is the exit status of the first signal."""
-
-    def __init__(self) -> None:
-        self.status: int | None = None
-        self._at = -SETTLE_S
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        now, status = time.monotonic(), STATUSES[signal.Signals(number)]
-        if now - self._at < SETTLE_S:
-            return
-        if self.status is None:  # the supervisors end all child processes when this one is gone
-            leave = threading.Timer(LEAVE_S, os._exit, [status])
-            leave.daemon = True
-            leave.start()
-        self.status, self._at = self.status or status, now
-        if number != signal.SIGTERM:
-            raise KeyboardInterrupt(status)
-        prefect = sys.modules.get("prefect.exceptions")
-        if prefect is None or not isinstance(sys.exc_info()[1], prefect.TerminationSignal):
-            raise SystemExit(status)  # else Prefect resent it while its exception unwinds the stack
-
-
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
     """Exit with status 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
@@ -112,24 +89,42 @@ def exit_on_signals() -> Iterator[None]:
     A signal unwinds the stack first, so every `finally` block and context manager runs. Repeated
     signals within ten seconds are ignored.
     """
-    handler = _Handler()
+    status: int | None = None  # of the first signal
+    at = -SETTLE_S
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal status, at
+        now, own = time.monotonic(), STATUSES[signal.Signals(number)]
+        if now - at < SETTLE_S:
+            return
+        if status is None:  # the supervisors end all child processes when this one is gone
+            leave = threading.Timer(LEAVE_S, os._exit, [own])
+            leave.daemon = True
+            leave.start()
+        status, at = status or own, now
+        if number != signal.SIGTERM:
+            raise KeyboardInterrupt(own)
+        prefect = sys.modules.get("prefect.exceptions")
+        if prefect is None or not isinstance(sys.exc_info()[1], prefect.TerminationSignal):
+            raise SystemExit(own)  # else Prefect resent it while its exception unwinds the stack
+
     before = {
-        number: signal.signal(number, handler)
+        number: signal.signal(number, handle)
         for number in STATUSES
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # by nohup
     }
     try:
         yield
     except BaseException:
-        if handler.status is None:
+        if status is None:
             raise
         with suppress(OSError):  # the terminal may be gone
-            what = "terminated" if handler.status == STATUSES[signal.SIGTERM] else "interrupted"
+            what = "terminated" if status == STATUSES[signal.SIGTERM] else "interrupted"
             print(f"{what}: all child processes have been ended", file=sys.stderr)
-        raise SystemExit(handler.status) from None
+        raise SystemExit(status) from None
     finally:
         # After a signal all stay ignored: Prefect's flush at exit must not be interrupted.
         for number, previous in before.items():
-            signal.signal(number, previous if handler.status is None else signal.SIG_IGN)
-    if handler.status is not None:  # Prefect has turned the exception into a failed state
-        raise SystemExit(handler.status)
+            signal.signal(number, previous if status is None else signal.SIG_IGN)
+    if status is not None:  # Prefect has turned the exception into a failed state
+        raise SystemExit(status)

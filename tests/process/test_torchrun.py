@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tasks.core.errors import StageProcessError
 from tasks.process.launch import launch, python_child
 from tasks.process.multinode import rendezvous
+from tests.conftest import PROJECT
 from tests.process.conftest import alive, pids
 
 RANK = """
@@ -68,3 +71,10 @@ def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path: Path, log: loggi
     text = (tmp_path / "train.log").read_text()
     assert text.count("counted [0, 1]") == 2
     assert set(re.findall(r"listens on (\S+)", text)) <= {"127.0.0.1", "::1"}
+
+
+def test_a_rank_that_ends_itself_has_its_status_and_its_output() -> None:
+    """Whatever threads of libraries are still running."""
+    argv = [sys.executable, "-m", "tests.process.ending_program", "3"]
+    ended = subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (3, "", "left\nat exit\n")

@@ -23,7 +23,7 @@ from tasks.core.contract import Check
 from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError, DataError
 from tasks.core.hub import hub_config
-from tasks.data.build import Options, build_dataset
+from tasks.data.build import Options, account, build_dataset
 from tasks.data.control import KEEP, Control
 from tasks.data.kinds import CONVERSATIONS, KINDS, PROMPTS, TEXTS, kind_for, names_texts
 from tasks.data.messages import Columns
@@ -89,7 +89,7 @@ def prepare_base(
     else:
         raise ConfigError(f"model.kind={base.kind} is not known", hint="model=toy or model=hf")
     if base.new_tokens:
-        grown = grow(out, base.new_tokens, multiple=base.vocab_multiple)
+        grown = grow(out, base.new_tokens)
         log.info("prepare_base: %d tokens added, %d rows", len(grown.ids), grown.after)
     _, tensors = model_files(out)
     metrics = {
@@ -124,30 +124,32 @@ def prepare_data(
     if data.kind == TOY:
         size = {"train_size": data.train_size, "heldout_size": data.heldout_size}
         try:
-            account = write_dataset(out, **size, seed=data.seed, rows=rows, tasks=data.tasks)
+            write_dataset(out, **size, seed=data.seed, rows=rows, tasks=data.tasks)
         except ValueError as error:
             hint = "data.train_size=4000 data.heldout_size=300"
             raise DataError(str(error), hint=hint) from error
+        sizes = {"train": data.train_size, "heldout": data.heldout_size}
+        made = account(rows, {name: {"read": n, "kept": n} for name, n in sizes.items()})
     else:
         shared = {f.name for f in fields(Options)} & {f.name for f in fields(Data)} - {"kind"}
         chosen = {name: getattr(data, name) for name in shared}
         control = Control(tuple(model_tokens), data.control_tokens, last_answer)
         options = Options(kind=KINDS[rows], answered=answered, control=control, **chosen)
-        account = _users_rows(out, data, options, log)
+        made = _users_rows(out, data, options, log)
     # Times stay out of the file: new times of equal files must not train again.
-    sizes = {path: {"size": stats[0]} for path, stats in (source or {}).items()}
-    account["source"] = {"kind": data.kind, **sizes}
-    (out / "dataset.json").write_text(json.dumps(account, indent=1) + "\n", encoding="utf-8")
+    files = {path: {"size": stats[0]} for path, stats in (source or {}).items()}
+    made["source"] = {"kind": data.kind, **files}
+    (out / "dataset.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     metrics = {
         f"data/{split}_{name}": float(count)
-        for split, counts in account["splits"].items()
+        for split, counts in made["splits"].items()
         for name, count in counts.items()
     }
     checks = tuple(
         Check(f"{split}: rows", "at least 1", str(counts["kept"]), counts["kept"] > 0)
-        for split, counts in account["splits"].items()
+        for split, counts in made["splits"].items()
     )
-    return StageReport("dataset", checks, metrics, notes=account)
+    return StageReport("dataset", checks, metrics, notes=made)
 
 
 def _users_rows(out: Path, data: Data, options: Options, log: Log) -> dict[str, Any]:

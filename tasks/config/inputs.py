@@ -47,7 +47,6 @@ class Model(Loading, Origin):
     """The base model."""
 
     dtype: Dtype = COMPUTED  # what training and vLLM compute in; default: what this machine does
-    vocab_multiple: Count = 1  # rows of a vocabulary that grew are a multiple of this
     steps: Natural = 400  # pre-training steps; kind toy
     seed: int = 0  # corpus, weights and order; kind toy
 

@@ -15,7 +15,8 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,9 @@ from tasks.data.readers import ALL_EXHAUSTED, Row, Source, mix, wrong_probabilit
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 TRAIN, HELD_OUT = "train", "heldout"
+COUNTS = ("read", "kept", "refused", "overlapping")
 SHOWN = 20
+"""Bad rows that an error or the log names."""
 MOST_COLUMNS_NOTED = 50
 
 
@@ -40,67 +43,38 @@ class Options:
     # share of distinct rows to hold out, in (0, 1), if there is no source of held-out rows. A hash
     # of the text decides, so exact duplicates stay together
     eval_fraction: float = 0.05
-    seed: int = 0  # seed of the held-out rows, and of the order of mixed sources
-    # maximum number of rows to read from all training sources together
-    max_samples: int | None = None
+    seed: int = 0  # of the held-out rows, and of the order of mixed sources
+    max_samples: int | None = None  # rows to read from all training sources together, at most
     on_bad_line: str = "fail"  # "fail" raises one error that lists the bad rows, "skip" counts them
-    # end of mixing, "first_exhausted" or "all_exhausted"; see `readers.mix`
-    stopping: str = ALL_EXHAUSTED
+    stopping: str = ALL_EXHAUSTED  # end of mixing; see `readers.mix`
     answered: bool = False  # True if a prompt without an answer is a bad row
     control: Control = field(default_factory=Control)  # control tokens in the texts of rows
 
 
 @dataclass
 class Split:
-    """One output file, and the counts of its rows."""
+    """One output file, and the counts of its rows.
+
+    The stage `train` cuts long rows later; it has the tokenizer.
+    """
 
     file: IO[str]
-    tested: bool
-    read: int = 0
-    kept: int = 0
-    refused: int = 0
-    overlapping: int = 0
-    seen: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
     sides: set[str] = field(default_factory=set)
 
     def write(self, payload: Payload, side: str) -> None:
         """Append one row; a repeated row gets a numbered id.
 
-        A held-out pair gets `messages`, so that the served model can be evaluated. The file is
-        ASCII, so a Unicode line separator in a text cannot start a new line.
+        The file is ASCII, so a Unicode line separator in a text cannot start a new line.
         """
         identity = content_id(payload)
-        repeat = self.seen.get(identity, 0)
-        self.seen[identity] = repeat + 1
+        repeat = self.seen[identity]
+        self.seen[identity] += 1
         self.sides.add(side)
-        if self.tested and "chosen" in payload:
-            payload = {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
         row_id = f"{identity}-{repeat}" if repeat else identity
         self.file.write(json.dumps({"id": row_id, **payload}) + "\n")
-        self.kept += 1
-
-    def counts(self) -> dict[str, int]:
-        """Return the counts. The stage `train` cuts long rows later; it has the tokenizer."""
-        return {n: getattr(self, n) for n in ("read", "kept", "refused", "overlapping")}
-
-
-@dataclass
-class BadRows:
-    """Rows that cannot be used: their number, and the reasons of the first `SHOWN`."""
-
-    total: int = 0
-    shown: list[str] = field(default_factory=list)
-
-    def add(self, place: str, problem: str) -> None:
-        """Note one bad row. `place` is `file:line`."""
-        self.total += 1
-        if len(self.shown) < SHOWN:
-            self.shown.append(f"{place}: {problem}")
-
-    def lines(self) -> list[str]:
-        """Return one line for each shown row, and a last line with the number of the others."""
-        rest = self.total - len(self.shown)
-        return [*self.shown, f"... and {rest} more"] if rest else list(self.shown)
+        self.counts["kept"] += 1
 
 
 @dataclass
@@ -111,26 +85,24 @@ class Reading:
     options: Options
     names: set[str] = field(default_factory=set)  # names of its columns
     fitted: bool = False  # True if a row had the columns that its kind needs
-    rows: int = 0
-    refused: int = 0  # number of rows that cannot be used
-    repeated: int = 0  # number of rows that were read again, in a mixture
+    counts: Counter[str] = field(default_factory=Counter)  # rows, refused, repeated
+    bad: list[str] = field(default_factory=list)  # places and problems of the first bad rows
     # places of rows with a control token outside answers
     controlled: list[str] = field(default_factory=list)
 
-    def payload(self, row: Row, split: Split, bad_rows: BadRows) -> Payload | None:
+    def payload(self, row: Row, split: Split) -> Payload | None:
         """Return a row of the artifact; None for a row that cannot be used, counted once."""
-        self.rows += 1
-        self.repeated += row.again
-        split.read += 1
+        self.counts.update(rows=1, repeated=row.again)
+        split.counts["read"] += 1
         try:
             payload, warning = self._checked(row)
         except Unusable as reason:
             if row.again:
-                split.read -= 1
+                split.counts["read"] -= 1
             else:
-                self.refused += 1
-                split.refused += 1
-                bad_rows.add(row.place, str(reason))
+                self.counts["refused"] += 1
+                split.counts["refused"] += 1
+                self.bad += [f"{row.place}: {reason}"] if len(self.bad) < SHOWN else []
             return None
         if warning and not row.again:
             self.controlled.append(f"{row.place}: {warning}")
@@ -170,24 +142,17 @@ class Reading:
             ),
         )
 
-    def counts(self) -> dict[str, Any]:
-        """Return the counts of the source for `dataset.json`."""
-        counts = {n: getattr(self, n) for n in ("rows", "refused", "repeated")}
-        return {"name": self.source.name, **counts}
-
 
 def build_dataset(
     out: Path, *, train: Sequence[Source], held_out: Source | None, options: Options, log: Log
 ) -> dict[str, Any]:
     """Write the two splits into `out`, and return the contents of `dataset.json`.
 
-    Raises:
-        DataError: bad rows, wrong columns, or an empty split.
+    Raises DataError for bad rows, wrong columns, or an empty split.
     """
     if wrong := wrong_probabilities([source.probability for source in train]):
         hint = "probability: 0.7 and 0.3, or none for any source"
         raise DataError(f"data.sources: {wrong}", hint=hint)
-    bad_rows = BadRows()
     readings = [Reading(source, options) for source in train]
     apart = [Reading(held_out, options)] if held_out is not None else []
     fraction = 0.0 if apart else options.eval_fraction
@@ -195,79 +160,98 @@ def build_dataset(
         (out / f"{TRAIN}.jsonl").open("w", encoding="ascii", newline="\n") as train_file,
         (out / f"{HELD_OUT}.jsonl").open("w", encoding="ascii", newline="\n") as heldout_file,
     ):
-        trained, heldout = Split(train_file, tested=False), Split(heldout_file, tested=True)
+        trained, heldout = Split(train_file), Split(heldout_file)
         for reading in apart:
             for row in reading.source.rows():
-                if (payload := reading.payload(row, heldout, bad_rows)) is not None:
-                    heldout.write(payload, side_id(payload))
+                if (payload := reading.payload(row, heldout)) is not None:
+                    heldout.write(tested(payload), side_id(payload))
         mixed = mix(train, seed=options.seed, stopping=options.stopping)
         for row in itertools.islice(mixed, options.max_samples):
-            payload = readings[row.source].payload(row, trained, bad_rows)
+            payload = readings[row.source].payload(row, trained)
             if payload is None:
                 continue
             side = side_id(payload)
             if _position(side, options.seed) < fraction:
-                trained.read -= 1
+                trained.counts["read"] -= 1
                 if not row.again:  # a source that is read again adds no second held-out row
-                    heldout.read += 1
-                    heldout.write(payload, side)
+                    heldout.counts["read"] += 1
+                    heldout.write(tested(payload), side)
             elif side in heldout.sides:
-                trained.overlapping += 1
+                trained.counts["overlapping"] += 1
             else:
                 trained.write(payload, side)
     everything = [*readings, *apart]
     for reading in everything:
         reading.require_columns()
-    if options.on_bad_line == "fail" and bad_rows.total:
+    total, refused = (sum(r.counts[name] for r in everything) for name in ("rows", "refused"))
+    bad = [line for reading in (*apart, *readings) for line in reading.bad][:SHOWN]
+    bad += [f"... and {refused - SHOWN} more"] if refused > SHOWN else []
+    if options.on_bad_line == "fail" and bad:
         raise DataError(
-            f"{bad_rows.total} of {sum(reading.rows for reading in everything)} rows cannot be "
-            f"used, first {bad_rows.shown[0]}",
-            details=bad_rows.lines(),
+            f"{refused} of {total} rows cannot be used, first {bad[0]}",
+            details=bad,
             hint="fix the rows, or leave them out and count them: data.on_bad_line=skip",
         )
-    if not apart and not heldout.kept and len(trained.sides) > 1:
+    if not apart and not heldout.counts["kept"] and len(trained.sides) > 1:
         # A source too small for its fraction holds out the row with the lowest position.
         lowest = min(_position(side, options.seed) for side in trained.sides)
         least = replace(options, eval_fraction=math.nextafter(lowest, 1.0))
         return build_dataset(out, train=train, held_out=None, options=least, log=log)
     splits = {TRAIN: trained, HELD_OUT: heldout}
-    _refuse_empty(splits, [reading.source.name for reading in everything], bad_rows)
-    if bad_rows.total:
-        log.warning("%d rows refused, counted and left out:", bad_rows.total)
-        for line in bad_rows.lines():
+    for name, split in splits.items():
+        if not split.counts["kept"]:
+            names = ", ".join(reading.source.name for reading in everything)
+            counts = ", ".join(f"{count} {how}" for how, count in split.counts.items() if count)
+            hint = "data.path=<file with rows>"
+            if name == HELD_OUT:
+                hint = "data.eval_path=<file with rows>, or at least two different conversations"
+            problem = f"{names}: the {name} split is empty: rows: {counts or '0 read'}"
+            raise EmptySplitError(problem, details=bad, hint=hint)
+    if bad:
+        log.warning("%d rows refused, counted and left out:", refused)
+        for line in bad:
             log.warning("  %s", line)
     if controlled := [place for reading in everything for place in reading.controlled]:
         log.warning(
             "rows with control tokens: %d, first %s; %s", len(controlled), controlled[0], WAYS
         )
+    return account(
+        options.kind.name,
+        {name: split.counts for name, split in splits.items()},
+        [
+            {"name": r.source.name, **{n: r.counts[n] for n in ("rows", "refused", "repeated")}}
+            for r in readings
+        ],
+        bad,
+    )
+
+
+def account(
+    rows: str,
+    splits: Mapping[str, Mapping[str, int]],
+    sources: Sequence[Mapping[str, Any]] = (),
+    refused: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the contents of `dataset.json`; `splits` has the counts of rows by split."""
     return {
         "format": 1,
-        "rows": options.kind.name,
-        "splits": {name: split.counts() for name, split in splits.items()},
-        "sources": [reading.counts() for reading in readings],
-        "refused_examples": bad_rows.lines(),
+        "rows": rows,
+        "splits": {
+            split: {n: counts.get(n, 0) for n in COUNTS} for split, counts in splits.items()
+        },
+        "sources": list(sources),
+        "refused_examples": list(refused),
     }
+
+
+def tested(payload: Payload) -> Payload:
+    """Return a held-out row; a pair gets `messages`, so that the served model can be evaluated."""
+    if "chosen" not in payload:
+        return payload
+    return {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
 
 
 def _position(side: str, seed: int) -> float:
     """Return a number in [0, 1) for a row: uniform, and the same on every machine."""
     digest = hashlib.sha256(f"{seed} {side}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
-
-
-def _refuse_empty(splits: dict[str, Split], sources: Sequence[str], bad_rows: BadRows) -> None:
-    """Raise EmptySplitError if a split has no rows."""
-    for name, split in splits.items():
-        if split.kept:
-            continue
-        counts = f"{split.read} rows read, {split.refused} refused"
-        if split.overlapping:
-            counts += f", {split.overlapping} also held out"
-        hint = "data.path=<file with rows>"
-        if name == HELD_OUT:
-            hint = "data.eval_path=<file with rows>, or at least two different conversations"
-        raise EmptySplitError(
-            f"{', '.join(sources)}: the {name} split is empty: {counts}",
-            details=bad_rows.lines(),
-            hint=hint,
-        )

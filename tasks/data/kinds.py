@@ -29,8 +29,8 @@ from tasks.data.messages import (
     Columns,
     Message,
     Unusable,
-    column_text,
     conversation,
+    has_text,
     kind_of,
     messages_of,
     require_turns,
@@ -38,6 +38,7 @@ from tasks.data.messages import (
     system_message,
     tools_of,
     transcript,
+    turns_of,
 )
 
 Payload = dict[str, Any]
@@ -58,14 +59,12 @@ class Kind:
 
     def fit(self, names: Collection[str], columns: Columns) -> bool:
         """Return True if a row with columns `names` has all columns of one set."""
-        sets = ((roles, columns.named(roles)) for roles in self.either)
-        return any(
-            len(named) == len(roles) and set(named.values()) <= set(names) for roles, named in sets
-        )
+        return any(all(getattr(columns, r) in names for r in roles) for roles in self.either)
 
     def wanted(self, columns: Columns) -> dict[str, str]:
         """Return the names of the required columns, by role; a row needs one set of them."""
-        return columns.named(list(dict.fromkeys(role for roles in self.either for role in roles)))
+        roles = dict.fromkeys(role for roles in self.either for role in roles)
+        return {role: name for role in roles if (name := getattr(columns, role)) is not None}
 
 
 def _messages(values: Mapping[str, Any], columns: Columns) -> Payload:
@@ -76,7 +75,7 @@ def document(values: Mapping[str, Any], columns: Columns) -> Payload:
     """Return `{"text"}`: a raw text, unchanged, as in pre-training. Training adds EOS."""
     if columns.text is None or columns.text not in values:
         raise Unusable(f"no {columns.text!r}, the column of the text")
-    text = column_text(values, columns.text)
+    text = sound(values[columns.text], repr(columns.text))
     if not text.strip():
         raise Unusable(f"{columns.text!r} is empty: there is nothing to learn")
     return {"text": text}
@@ -84,7 +83,7 @@ def document(values: Mapping[str, Any], columns: Columns) -> Payload:
 
 def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     """Return `{"messages", "answer"?, "columns", "tools"?}`; an answer is the last message, too."""
-    messages, used = _asked_prompt(values, columns)
+    messages, used = turns_of(values, columns, answered=False)
     answer = None
     if messages[-1]["role"] == "assistant":
         last = messages.pop()
@@ -93,7 +92,7 @@ def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
         raise Unusable("there is no user's message to answer")
     if columns.answer is not None and columns.answer in values:
         used.add(columns.answer)
-        if _has_text(values[columns.answer]):
+        if has_text(values[columns.answer]):
             answer = _as_text(values[columns.answer], columns.answer)
     row: dict[str, Any] = {"messages": messages}
     if answer is not None:
@@ -103,35 +102,6 @@ def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     used.update(TOOLS)
     row["columns"] = {key: _plain(key, value) for key, value in values.items() if key not in used}
     return row
-
-
-def _asked_prompt(values: Mapping[str, Any], columns: Columns) -> tuple[list[Message], set[str]]:
-    """Return the messages, and the columns that they come from."""
-    if columns.messages is not None and columns.messages in values:
-        messages = messages_of(values[columns.messages], columns.messages)
-        require_turns(messages)
-        return messages, {columns.messages}
-    if columns.prompt not in values:
-        either = f"no {columns.messages!r}, " if columns.messages is not None else ""
-        raise Unusable(f"{either}no {columns.prompt!r}")
-    raw, used = values[columns.prompt], {columns.prompt}
-    if isinstance(raw, list):
-        messages = messages_of(raw, columns.prompt)
-    else:
-        text = column_text(values, columns.prompt)
-        messages = [*system_message(values, columns), {"role": "user", "content": text}]
-        used |= {columns.system} if columns.system is not None else set()
-    require_turns(messages)
-    if columns.response in values:
-        used.add(columns.response)
-        if _has_text(values[columns.response]):
-            answer = column_text(values, columns.response)
-            messages = [*messages, {"role": "assistant", "content": answer}]
-    return messages, used
-
-
-def _has_text(value: object) -> bool:
-    return value is not None and not (isinstance(value, str) and not value.strip())
 
 
 def _as_text(value: object, key: str) -> str:
@@ -180,8 +150,7 @@ def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     raw = values[columns.label]
     flag = _FLAGS.get(str(raw).lower()) if isinstance(raw, bool | int | str) else None
     if flag is None:
-        shown = repr(raw) if isinstance(raw, str | int | float) else kind_of(raw)
-        raise Unusable(f"{columns.label!r} must be true or false, found {shown[:40]}")
+        raise Unusable(f"{columns.label!r} must be true or false, found {repr(raw)[:40]}")
     return {"messages": conversation(values, columns), "desirable": flag, **tools_of(values)}
 
 
@@ -194,7 +163,7 @@ def _prompt_of(values: Mapping[str, Any], columns: Columns) -> list[Message] | N
         return None
     raw = values[columns.prompt]
     if isinstance(raw, str):
-        text = column_text(values, columns.prompt)
+        text = sound(raw, repr(columns.prompt))
         return transcript(text) or [{"role": "user", "content": text}]
     return messages_of(raw, columns.prompt)
 
@@ -203,7 +172,7 @@ def _answer(values: Mapping[str, Any], key: str, prompt: list[Message] | None) -
     """Return the messages after `prompt`; the whole conversation if the prompt is not known."""
     raw = values[key]
     if isinstance(raw, str):
-        text = column_text(values, key)
+        text = sound(raw, repr(key))
         turns = transcript(text)
         if turns is None and prompt is None:
             raise Unusable(f"{key!r} is a text, and there is no prompt to go with it")
@@ -249,12 +218,11 @@ def _number(values: Mapping[str, Any], key: str) -> float:
         raise Unusable(f"no {key!r}, the column of the margin")
     raw = values[key]
     try:
-        number = float(raw) if isinstance(raw, int | float | str) else math.nan
-    except ValueError:
+        number = math.nan if isinstance(raw, bool) else float(raw)
+    except (TypeError, ValueError):
         number = math.nan
-    if isinstance(raw, bool) or not math.isfinite(number):
-        shown = repr(raw)[:40] if isinstance(raw, str | float) else kind_of(raw)
-        raise Unusable(f"{key!r} must be a finite number, found {shown}")
+    if not math.isfinite(number):
+        raise Unusable(f"{key!r} must be a finite number, found {repr(raw)[:40]}")
     return number
 
 

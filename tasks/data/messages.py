@@ -70,10 +70,6 @@ class Columns:
             return replace(self, messages="conversations")
         return self
 
-    def named(self, roles: Collection[str]) -> dict[str, str]:
-        """Return the names of the columns with these roles, such as `{"prompt": "question"}`."""
-        return {role: name for role in roles if (name := getattr(self, role)) is not None}
-
 
 def kind_of(value: object) -> str:
     """Return the JSON type of a value, for messages."""
@@ -98,17 +94,21 @@ def tools_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool(raw: object, what: str) -> dict[str, Any]:
     """Return a schema in OpenAI's form, its keys in the order in which servers pass them on."""
-    function = raw.get("function", raw) if isinstance(raw, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Unusable(f"{what} has no name")
-    null = _null(function.get("parameters"))
-    if null:
+    function = _function(raw, what)
+    if null := _null(function.get("parameters")):
         raise Unusable(
             f"{what} has null for {null!r}, which tables write for keys that other rows have: "
             "store the tools as JSON text"
         )
     first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
     return {"type": "function", "function": {**first, **function}}
+
+
+def _function(raw: object, what: str) -> Mapping[str, Any]:
+    function = raw.get("function", raw) if isinstance(raw, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Unusable(f"{what} names no tool")
+    return function
 
 
 def _null(schema: object) -> str:
@@ -126,11 +126,6 @@ def _from_json(text: str, what: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise Unusable(f"{what} is no JSON: {error}") from error
-
-
-def column_text(values: Mapping[str, Any], key: str) -> str:
-    """Return the text of a column."""
-    return sound(values[key], repr(key))
 
 
 def sound(value: object, what: str) -> str:
@@ -184,24 +179,46 @@ def transcript(raw: str) -> list[Message] | None:
     return [{"role": _SPEAKERS[who], "content": text.removeprefix(" ")} for who, text in turns]
 
 
+def turns_of(
+    values: Mapping[str, Any], columns: Columns, *, answered: bool
+) -> tuple[list[Message], set[str]]:
+    """Return the messages of a row, and the columns that they come from.
+
+    `answered`: a prompt without a response is refused.
+    """
+    key = columns.messages
+    if key is not None and key in values:
+        messages, used = messages_of(values[key], key), {key}
+    else:
+        needed = (columns.prompt, columns.response) if answered else (columns.prompt,)
+        if missing := [name for name in needed if name not in values]:
+            raise Unusable("no " + ", no ".join(map(repr, filter(None, (key, *missing)))))
+        raw, used = values[columns.prompt], {columns.prompt, columns.response}
+        messages = messages_of(raw, columns.prompt) if isinstance(raw, list) else []
+        messages = messages or [{"role": "user", "content": sound(raw, repr(columns.prompt))}]
+        response = values.get(columns.response)
+        if answered or has_text(response):
+            text = sound(response, repr(columns.response))
+            if not text.strip():
+                raise Unusable(f"{columns.response!r} is empty: there is no answer to learn")
+            messages.append({"role": "assistant", "content": text})
+    require_turns(messages)
+    if columns.system is not None and messages[0]["role"] != "system":
+        used.add(columns.system)
+        messages = [*system_message(values, columns), *messages]
+    return messages, used
+
+
+def has_text(value: object) -> bool:
+    """Return True if a cell has an answer; a CSV file cannot leave a cell out."""
+    return value is not None and not (isinstance(value, str) and not value.strip())
+
+
 def conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
     """Return the messages of a row; the last one is the assistant's."""
-    if columns.messages is not None and columns.messages in values:
-        messages = messages_of(values[columns.messages], columns.messages)
-        require_turns(messages)
-        if messages[-1]["role"] != "assistant":
-            raise Unusable(f"the last message is by {messages[-1]['role']!r}, not 'assistant'")
-        apart = [] if messages[0]["role"] == "system" else system_message(values, columns)
-        return [*apart, *messages]
-    wanted = (columns.messages, columns.prompt, columns.response)
-    if columns.prompt not in values or columns.response not in values:
-        missing = [name for name in wanted if name is not None and name not in values]
-        raise Unusable("no " + ", no ".join(repr(name) for name in missing))
-    messages = system_message(values, columns)
-    messages.append({"role": "user", "content": column_text(values, columns.prompt)})
-    messages.append({"role": "assistant", "content": column_text(values, columns.response)})
-    if not messages[-1]["content"].strip():
-        raise Unusable(f"{columns.response!r} is empty: there is no answer to learn")
+    messages, _ = turns_of(values, columns, answered=True)
+    if messages[-1]["role"] != "assistant":
+        raise Unusable(f"the last message is by {messages[-1]['role']!r}, not 'assistant'")
     return messages
 
 
@@ -213,7 +230,7 @@ def system_message(values: Mapping[str, Any], columns: Columns) -> list[Message]
         raise Unusable(f"no {columns.system!r}, the column of the system message")
     if values[columns.system] in (None, ""):
         return []
-    return [{"role": "system", "content": column_text(values, columns.system)}]
+    return [{"role": "system", "content": sound(values[columns.system], repr(columns.system))}]
 
 
 def _message(entry: object, number: int) -> Message:
@@ -276,9 +293,7 @@ def _calls(raw: object, number: int) -> list[dict[str, Any]]:
 
 
 def _call(raw: object, what: str) -> dict[str, Any]:
-    function = raw.get("function", raw) if isinstance(raw, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise Unusable(f"{what} names no tool")
+    function = _function(raw, what)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = _from_json(arguments, f"'arguments' in {what}")
@@ -287,5 +302,5 @@ def _call(raw: object, what: str) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise Unusable(f"'arguments' in {what} must be an object, found {kind_of(arguments)}")
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    known = isinstance(raw, Mapping) and raw.get("id")
-    return {"id": sound(raw["id"], f"id of {what}"), **call} if known else call  # type: ignore[index]
+    identity = raw.get("id") if isinstance(raw, Mapping) else None
+    return {"id": sound(identity, f"id of {what}"), **call} if identity else call

@@ -18,6 +18,8 @@ from tasks.weights.files.reader import weight_files
 from tasks.witness.plumbline_witness.prints import rounding_step
 
 Tokens = Sequence[Sequence[int]]
+GREEDY_TOKENS = 5
+"""First greedy tokens of a served model that have to equal transformers'."""
 PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 """Files that vLLM loads as weights."""
 
@@ -95,7 +97,7 @@ def drift_check(measured: Drift, limit: DriftLimit, appeared_at: str) -> Check:
     return replace(check, found=f"{exceeded}; drift appeared at: {appeared_at}")
 
 
-def greedy_check(agreement: Agreement, tokens: int) -> Check:
+def greedy_check(agreement: Agreement) -> Check:
     """Check that the engine's first greedy tokens are those of transformers, for every probe."""
     compared = agreement.equal + agreement.ties + len(agreement.differences)
     text = f"equal on {agreement.equal} of {compared}"
@@ -106,7 +108,7 @@ def greedy_check(agreement: Agreement, tokens: int) -> Check:
     if agreement.differences:
         text += f", {len(agreement.differences)} differ, first {agreement.differences[0]}"
     return Check(
-        f"first {tokens} greedy tokens",
+        f"first {GREEDY_TOKENS} greedy tokens",
         "transformers' on every probe",
         text,
         ok=compared > 0 and not agreement.differences,

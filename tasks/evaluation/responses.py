@@ -22,7 +22,7 @@ from tasks.evaluation.scoring import ModelRef
 from tasks.evaluation.serve import Responses
 from tasks.evaluation.smoke import Measured
 from tasks.rl.user_code import EVAL, FunctionReference
-from tasks.serving.prompts import chat, exact_match, is_degenerate, matches, question_of
+from tasks.serving.prompts import Chat, chat, exact_match, is_degenerate, matches, question_of
 
 GREEDY, SAMPLED, PAIRS = "generations.jsonl", "drawn.jsonl", "pairs.jsonl"
 CHANCE = 0.5
@@ -53,20 +53,27 @@ def read_responses(
     Conversations have `exact_matches` as `eval/...`, and with the user's `function` the means of
     its numbers, `eval/function_before` and `eval/function_after`. `reward` scores the sampled ones.
     """
-    question, out = measured.question, measured.setup.out
-    metrics, texts = numbers(measured), measured.texts()
-    if question.rows is None:
+    question, out, agreement = measured.question, measured.setup.out, measured.agreement
+    rows, texts, (old, new) = question.rows, measured.texts(), measured.both()
+    metrics = {
+        **{f"drift/{name}": value for name, value in asdict(measured.drift).items()},
+        "greedy/equal": float(agreement.equal),
+        "greedy/ties": float(agreement.ties),
+        "greedy/differences": float(len(agreement.differences)),
+        "tokens_per_s": new.tokens_per_s,
+        "engine_load_s": measured.served.load_s,
+    }
+    if rows is None:
         shown = measured.setup.scorer.decode(question.served.model.path, question.served.prompts)
-        rows = zip(shown, *texts, strict=True)
-        _write(out / GREEDY, ({"text": text, "before": a, "after": b} for text, a, b in rows))
+        each = zip(shown, *texts, strict=True)
+        _write(out / GREEDY, ({"text": text, "before": a, "after": b} for text, a, b in each))
         return metrics
-    expected = [answer_of(row) for row in question.rows]
+    expected = [answer_of(row) for row in rows]
     judged: dict[str, list[float]] = {}
     if function is not None:
-        both = zip(reversed(question.sides), measured.both(), texts, strict=True)
-        for when, (side, responses, own) in zip(("before", "after"), both, strict=True):
-            judged[f"function_{when}"] = _judged(function, measured, side, responses, own)
-    old, new = measured.both()
+        models = zip(reversed(question.sides), (old, new), texts, strict=True)
+        for when, model in zip(("before", "after"), models, strict=True):
+            judged[f"function_{when}"] = _judged(function, measured, *model)
     _write(
         out / GREEDY,
         (
@@ -82,40 +89,34 @@ def read_responses(
                 "tokens_after": new.tokens[number],
                 **{name: values[number] for name, values in judged.items()},
             }
-            for number, row in enumerate(question.rows)
+            for number, row in enumerate(rows)
         ),
     )
     metrics |= exact_matches(texts, expected, "eval")
     metrics |= {f"eval/{name}": fmean(values) for name, values in judged.items()}
-    metrics["eval/samples"] = float(len(question.rows))
+    metrics["eval/samples"], metrics["eval/left_out"] = float(len(rows)), float(question.left_out)
+    metrics["stop_rate"] = sum(new.stopped) / len(new.stopped)
     if question.temperature is not None:
-        metrics |= _read_sampled(measured, expected, reward)
-    return metrics
-
-
-def numbers(measured: Measured) -> dict[str, float]:
-    """Return the metrics of every smoke test with held-out prompts."""
-    question, agreement, after = measured.question, measured.agreement, measured.served.greedy[0]
-    metrics = {
-        **{f"drift/{name}": value for name, value in asdict(measured.drift).items()},
-        "greedy/equal": float(agreement.equal),
-        "greedy/ties": float(agreement.ties),
-        "greedy/differences": float(len(agreement.differences)),
-        "tokens_per_s": after.tokens_per_s,
-        "engine_load_s": measured.served.load_s,
-    }
-    if question.rows is not None:  # a raw text has no place to stop
-        metrics["stop_rate"] = sum(after.stopped) / len(after.stopped)
-        metrics["eval/left_out"] = float(question.left_out)
+        texts = measured.texts(sampled=True)
+        metrics |= exact_matches(texts, expected, "drawn") | distance(measured)
+        rewards: dict[int, tuple[float, float]] = {}
+        if reward is not None:
+            scores, rewards = _scored(reward, measured, texts)
+            metrics |= scores
+        names = "reward_before", "reward_after"  # of the responses that fit the reward model
+        _write(
+            out / SAMPLED,
+            (
+                {"id": row.get("id", str(number)), "before": before, "after": after}
+                | dict(zip(names, rewards.get(number, ()), strict=False))
+                for number, (row, before, after) in enumerate(zip(rows, *texts, strict=True))
+            ),
+        )
     return metrics
 
 
 def _judged(
-    measure: Measure,
-    measured: Measured,
-    side: Side,
-    responses: Responses,
-    texts: Sequence[str],
+    measure: Measure, measured: Measured, side: Side, made: Responses, texts: Sequence[str]
 ) -> list[float]:
     """Call `eval.function` with the responses of one model, in a process of its own."""
     from tasks.rl.responses import Prompt, Response
@@ -123,24 +124,17 @@ def _judged(
     from tasks.serving.vllm.colocation import Generated
 
     assert measured.question.rows is not None
+    each = zip(measured.question.rows, side.prompts, made.tokens, made.stopped, texts, strict=True)
     arguments = [
         Response(
             Prompt(row, np.asarray(prompt, np.int32)),
             Generated(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), stopped),
             text,
         )
-        for row, prompt, ids, stopped, text in zip(
-            measured.question.rows,
-            side.prompts,
-            responses.tokens,
-            responses.stopped,
-            texts,
-            strict=True,
-        )
+        for row, prompt, ids, stopped, text in each
     ]
-    reference = FunctionReference.of(measure.function, EVAL)
-    setup, log_path = measured.setup, measured.setup.tools.log_path.with_name("eval.log")
-    limit = setup.tools.function_s
+    reference, setup = FunctionReference.of(measure.function, EVAL), measured.setup
+    log_path, limit = setup.tools.log_path.with_name("eval.log"), setup.tools.function_s
     child = Function(reference, timeout_s=limit, log=setup.log, log_path=log_path)
     with closing(child) as function:
         return function(arguments)
@@ -163,32 +157,6 @@ def exact_matches(texts: Texts, expected: Sequence[str | None], name: str) -> di
         f"{name}/after": exact_match(news, answers),
         f"{name}/compared": float(len(rows)),
     }
-
-
-def _read_sampled(
-    measured: Measured, expected: Sequence[str | None], reward: Path | None
-) -> dict[str, float]:
-    """Write `drawn.jsonl`, and measure exact match and rewards of the sampled responses.
-
-    Returns `exact_matches` as `drawn/...`, and the metrics of `distance` and `_scored`.
-    """
-    rows = measured.question.rows
-    assert rows is not None
-    texts = measured.texts(sampled=True)
-    metrics = exact_matches(texts, expected, "drawn") | distance(measured)
-    rewards: dict[int, tuple[float, float]] = {}
-    if reward is not None:
-        scores, rewards = _scored(reward, measured, texts)
-        metrics |= scores
-    _write(
-        measured.setup.out / SAMPLED,
-        (
-            {"id": row.get("id", str(number)), "before": before, "after": after}
-            | dict(zip(("reward_before", "reward_after"), rewards.get(number, ()), strict=False))
-            for number, (row, before, after) in enumerate(zip(rows, *texts, strict=True))
-        ),
-    )
-    return metrics
 
 
 def distance(measured: Measured) -> dict[str, float]:
@@ -217,17 +185,29 @@ def _scored(
 
     `scored/before` and `scored/after` are mean rewards, `scored/spread` is the standard deviation
     before training, `scored/left_out` the number of prompts with a response that exceeds the reward
-    model's context.
+    model's context. A reward model that renders the prompts to other token ids gets the responses
+    as texts, in its own chat template.
     """
-    pairs = list(zip(*_conversations(reward, measured, texts), strict=True))
-    context = context_of(reward)
+    rows, scorer = measured.question.rows, measured.setup.scorer
+    assert rows is not None
+    rendered = scorer.encode(reward, rows).tokens
+    if all(rendered == side.prompts for side in measured.question.sides):
+        sides = [
+            [[*prompt, *ids] for prompt, ids in zip(rendered, made.tokens, strict=True)]
+            for made in measured.both(sampled=True)
+        ]
+    else:
+        questions = list(map(question_of, rows))
+        sides = [
+            scorer.encode_whole(reward, list(map(_answered, questions, side))) for side in texts
+        ]
+    pairs, context = list(zip(*sides, strict=True)), context_of(reward)
     fitting = {n: pair for n, pair in enumerate(pairs) if max(map(len, pair)) <= context}
     left_out = {"scored/left_out": float(len(pairs) - len(fitting))}
     if not fitting:
         return left_out, {}
-    conversations = [ids for pair in fitting.values() for ids in pair]
     judge = ModelRef(reward, dtype=computing_dtype_of(reward))
-    rewards = measured.setup.scorer.rewards(judge, conversations)
+    rewards = scorer.rewards(judge, [ids for pair in fitting.values() for ids in pair])
     rewards_S2 = np.array(rewards).reshape(-1, 2)
     metrics = {
         "scored/before": float(rewards_S2[:, 0].mean()),
@@ -238,32 +218,9 @@ def _scored(
     return metrics, {n: (float(a), float(b)) for n, (a, b) in zip(fitting, rewards_S2, strict=True)}
 
 
-def _conversations(reward: Path, measured: Measured, texts: Texts) -> list[list[list[int]]]:
-    """Return token ids of prompts with responses, for each of the two models.
-
-    A reward model that renders the prompts to other token ids gets the responses as texts, in its
-    own chat template.
-    """
-    rows, sides = measured.question.rows, measured.question.sides
-    assert rows is not None
-    scorer = measured.setup.scorer
-    rendered = scorer.encode(reward, rows).tokens
-    if all(rendered == side.prompts for side in sides):
-        return [
-            [[*prompt, *ids] for prompt, ids in zip(rendered, responses.tokens, strict=True)]
-            for responses in measured.both(sampled=True)
-        ]
-    questions = [question_of(row) for row in rows]
-    return [
-        scorer.encode_whole(
-            reward,
-            [
-                chat([*row["messages"], {"role": "assistant", "content": text.strip()}], row)
-                for row, text in zip(questions, side, strict=True)
-            ],
-        )
-        for side in texts
-    ]
+def _answered(question: Chat, text: str) -> Chat:
+    response = {"role": "assistant", "content": text.strip()}
+    return chat([*question["messages"], response], question)
 
 
 def order_of_pairs(out: Path, before: Sequence[float], after: Sequence[float]) -> dict[str, float]:

@@ -72,7 +72,7 @@ def measure(question: Question, setup: Setup) -> Measured:
     prompts = question.served.prompts[: len(reference.probes)]
     agreement = Agreement(len(prompts), 0, ())  # of transformers with itself
     if is_engine:
-        most = min(settings.greedy_tokens, settings.max_new_tokens)
+        most = min(checks.GREEDY_TOKENS, settings.max_new_tokens)
         stops = question.served.stops
         expected = setup.scorer.generate(model, prompts, most, stops)
         noise = checks.engine_noise(reference, served.fingerprint)
@@ -80,7 +80,7 @@ def measure(question: Question, setup: Setup) -> Measured:
         agreement = checks.compare_greedy(
             tokens, expected.tokens, expected.candidates, noise, model.dtype
         )
-        verdicts.append(checks.greedy_check(agreement, settings.greedy_tokens))
+        verdicts.append(checks.greedy_check(agreement))
     notes = {
         "drift_appeared_at": appeared_at or None,
         "greedy_differences": list(agreement.differences[:20]),

@@ -33,7 +33,14 @@ TASKS = {
 }  # fmt: skip
 """Beginnings of the prompts, by task."""
 TASK_NAMES = tuple(TASKS)
-_SPELT = ("copy", "reverse", "sort", "double", "vowels")
+_MISTAKES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("copy", "reverse", "sort", "double", "vowels"),
+        ("letter missing", "letter twice", "other letter", "other task"),
+    ),
+    **dict.fromkeys(("first", "last"), ("other letter",)),
+    **dict.fromkeys(("polite", "rude"), ("other thing", "cut short")),
+}
 EFFORT = {
     "reverse": 2.0, "sort": 2.5, "double": 2.5, "copy": 1.5, "vowels": 1.0, "first": 0.6,
     "last": 0.6, "count": 0.4, "polite": 0.6, "rude": 0.6,
@@ -47,10 +54,11 @@ MUMBLED_SHARE = 0.8
 """Share of mumbled answers in the rest, so that the base has room to improve."""
 LARGEST_SPLIT = 20_000
 """Maximum size of a split; each side has over 100,000 different prompts."""
+MUMBLE = "hm, "
+"""Beginning of a mumbled answer: its content is right, its form is wrong."""
 MUMBLED = 5.0
 """Weight of a mumbled answer, the most frequent mistake of a policy; each other mistake has 1."""
 
-Message = dict[str, str]
 Payload = dict[str, Any]
 
 
@@ -68,14 +76,13 @@ class Example:
     wrong: str
 
 
-def mumble(answer: str) -> str:
-    """Return the answer with "hm," before it: the content is right, the form is wrong."""
-    return f"hm, {answer}"
-
-
 def is_held_out(subject: str) -> bool:
     """Return True if examples about this subject are held out."""
-    return hashlib.sha256(subject.encode()).digest()[0] % 10 < HELD_OUT_IN_TEN
+    return _first_byte(subject) % 10 < HELD_OUT_IN_TEN
+
+
+def _first_byte(text: str) -> int:
+    return hashlib.sha256(text.encode()).digest()[0]
 
 
 def draw(rng: Random, *, held_out: bool, weights: Mapping[str, float] | None = None) -> Example:
@@ -83,7 +90,7 @@ def draw(rng: Random, *, held_out: bool, weights: Mapping[str, float] | None = N
     if weights is None:
         name = rng.choice(TASK_NAMES)
     else:
-        name = rng.choices(TASK_NAMES, [weights.get(task, 1.0) for task in TASK_NAMES])[0]
+        (name,) = rng.choices(TASK_NAMES, [weights[task] for task in TASK_NAMES])
     while True:
         example = _make(name, rng)
         if is_held_out(example.subject) == held_out:
@@ -109,30 +116,23 @@ def _make(task: str, rng: Random) -> Example:
 
 def _answers(task: str, word: str, rng: Random) -> tuple[Sequence[str], Sequence[str]]:
     """Return the right and a wrong answer to a task about a word, as letters."""
-    if task == "first":
-        return word[0], word[-1]
-    if task == "last":
-        return word[-1], word[0]
     if task == "count":
         sizes = [str(size) for size in (3, 4, 5) if size != len(word)]
         return [str(len(word))], [rng.choice(sizes)]
     if task == "vowels":
         return [c for c in word if c in VOWELS], [c for c in word if c not in VOWELS]
+    if task in ("first", "last"):
+        return (word[0], word[-1]) if task == "first" else (word[-1], word[0])
     solved = {
         "copy": word,
         "reverse": word[::-1],
         "sort": "".join(sorted(word)),
         "double": word * 2,
     }
-    return solved[task], _shuffled(solved[task], rng)
-
-
-def _shuffled(letters: str, rng: Random) -> str:
-    """Return the letters in another order; unchanged if there is no other order."""
-    mixed = letters
+    letters = mixed = solved[task]
     while mixed == letters and len(set(letters)) > 1:
         mixed = "".join(rng.sample(letters, len(letters)))
-    return mixed
+    return letters, mixed
 
 
 def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
@@ -147,7 +147,7 @@ def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
     for position in range(size):
         example = draw(rng, held_out=False, weights=EFFORT)
         mislead = position >= CLEAN_PART * size and rng.random() < MUMBLED_SHARE
-        pairs.append((example.prompt, mumble(example.answer) if mislead else example.answer))
+        pairs.append((example.prompt, MUMBLE * mislead + example.answer))
     return pairs
 
 
@@ -169,25 +169,27 @@ def examples(size: int, *, seed: int, held_out: bool, wrong_too: bool = False) -
     return list(chosen.values())
 
 
-def conversation(example: Example) -> Payload:
-    """Return a conversation: the prompt and its right answer."""
-    return {"task": example.task, "messages": _turns(example, example.answer)}
+def conversation(example: Example, answer: str = "") -> Payload:
+    """Return a conversation: the prompt and an answer, by default the right one."""
+    question = {"role": "user", "content": example.prompt}
+    response = {"role": "assistant", "content": answer or example.answer}
+    return {"task": example.task, "messages": [question, response]}
 
 
 def pair(example: Example) -> Payload:
     """Return a preference pair; a hash of the prompt selects the wrong answer."""
-    question, chosen = _turns(example, example.answer)
-    _, rejected = _turns(example, spoil(example, Random(f"spoil {example.prompt}")))
+    wrong = spoil(example, Random(f"spoil {example.prompt}"))
+    question, chosen = conversation(example)["messages"]
+    rejected = conversation(example, wrong)["messages"][1:]
     return {
-        "task": example.task, "prompt": [question], "chosen": [chosen], "rejected": [rejected],
+        "task": example.task, "prompt": [question], "chosen": [chosen], "rejected": rejected,
     }  # fmt: skip
 
 
 def labelled(example: Example) -> Payload:
     """Return the right or the wrong answer with its label; a hash of the prompt decides."""
-    good = hashlib.sha256(example.prompt.encode()).digest()[0] % 2 == 0
-    messages = _turns(example, example.answer if good else example.wrong)
-    return {"task": example.task, "messages": messages, "desirable": good}
+    good = _first_byte(example.prompt) % 2 == 0
+    return {**conversation(example, "" if good else example.wrong), "desirable": good}
 
 
 def asked(example: Example) -> Payload:
@@ -195,22 +197,9 @@ def asked(example: Example) -> Payload:
     return {**conversation(example), "answer": example.answer, "columns": {}}
 
 
-def _turns(example: Example, answer: str) -> list[Message]:
-    return [
-        {"role": "user", "content": example.prompt},
-        {"role": "assistant", "content": answer},
-    ]
-
-
 def spoil(example: Example, rng: Random) -> str:
     """Return a wrong answer to the prompt of an example."""
-    mistakes = ["mumbled", "plausible"]
-    if example.task in _SPELT:
-        mistakes += ["letter missing", "letter twice", "other letter", "other task"]
-    elif example.task in ("first", "last"):
-        mistakes += ["other letter"]
-    elif example.task in ("polite", "rude"):
-        mistakes += ["other thing", "cut short"]
+    mistakes = ["mumbled", "plausible", *_MISTAKES.get(example.task, ())]
     weights = [MUMBLED if mistake == "mumbled" else 1.0 for mistake in mistakes]
     while True:
         answer = _with(rng.choices(mistakes, weights)[0], example, rng)
@@ -222,7 +211,7 @@ def _with(mistake: str, example: Example, rng: Random) -> str:
     """Return the answer with a mistake; it may be empty or right by chance."""
     words = example.answer.split()
     if mistake == "mumbled":
-        return mumble(example.answer)
+        return MUMBLE + example.answer
     if mistake == "plausible" and example.wrong != example.answer:
         return example.wrong
     if mistake == "letter missing":

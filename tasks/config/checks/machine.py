@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from tasks.config.checks.context import Context, installed
 from tasks.core import machine as host
@@ -22,17 +23,28 @@ _FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"
 def problems(context: Context) -> Iterator[Finding]:
     """Yield the problems of this machine with a run, but for its memory."""
     settings, parameters = context.settings, context.known.parameters or 0
-    train, model = settings["train"], settings["model"]
+    train, model, smoke = settings["train"], settings["model"], settings["smoke"]
     embedded = model["kind"] == "toy"
     yield from device(train["device"], train["nproc"], parameters, embedded=embedded)
-    yield from dtypes(model["dtype"], settings["convert"]["dtype"], settings["zero"]["stage"])
+    yield from _dtypes(model["dtype"], settings["convert"]["dtype"], settings["zero"]["stage"])
     attention = model["attn_implementation"]
     if attention in _FLASH and (installed(_FLASH[attention]) == "0" or not context.gpu):
         allowed = f"needs {_FLASH[attention]} and a GPU"
         override = "model.attn_implementation=sdpa"
         yield Finding("model.attn_implementation", attention, allowed, override)
-    yield from smoke_engine(settings["smoke"]["engine"], is_reward=context.objective == "reward")
-    yield from _disk(context)
+    yield from smoke_engine(smoke["engine"], is_reward=context.objective == "reward")
+    if smoke["engine"] != "transformers":
+        gpus, key = host.gpu_count(), "smoke.tensor_parallel"
+        yield from shareable(key, smoke["tensor_parallel"], context.known.text, gpus=gpus)
+    # Trained, merged and served weights have 2 bytes per parameter, and a third more. A checkpoint
+    # of full fine-tuning has the weights in 16 bits, in fp32, and two moments; the best and the
+    # newest one may exist beside those that the limits count.
+    needed = (8 + (settings["convert"]["quantize"] != "none")) * parameters + GIB // 2
+    if settings["peft"]["kind"] == "none" and train["save_steps"]:
+        needed += ((train["max_ckpt_num"] or 4) + 2) * 14 * parameters
+    if (free := free_bytes(context.runs)) < needed:
+        available = f"{free / GIB:.1f} GiB free under {context.runs}"
+        yield Finding("disk", available, f"needs about {needed / GIB:.1f} GiB", "paths.runs=...")
 
 
 def device(
@@ -40,10 +52,8 @@ def device(
 ) -> Iterator[Finding]:
     """Check that every rank gets the device that it should compute on.
 
-    Args:
-        wanted: `train.device`.
-        parameters: of the base; 0 if they are not known.
-        embedded: True for the embedded model, which is made for CPUs: a warning is enough.
+    `wanted` is `train.device`; `parameters` of the base are 0 if they are not known. For the
+    `embedded` model, which is made for CPUs, a warning is enough.
     """
     count, (torch, cuda) = host.gpu_count(), host.torch_build()
     if wanted == "cpu":
@@ -62,8 +72,7 @@ def device(
         seen = f"{count} GPUs, and torch {torch} is a CPU build"
         allowed = "training would run on the CPU; a CUDA build of torch computes on them"
         override = "make setup PROFILE=cuda VENV=.venv-cuda, or train.device=cpu"
-        severity: Literal["error", "warning"] = "warning" if embedded else "error"
-        yield Finding("train.device", seen, allowed, override, severity)
+        yield Finding("train.device", seen, allowed, override, "warning" if embedded else "error")
     elif (old := host.driver_too_old()) is not None:
         yield Finding("train.device", *old)
     elif nproc > count:
@@ -81,7 +90,23 @@ def smoke_engine(engine: str, *, is_reward: bool) -> Iterator[Finding]:
         yield Finding("smoke.engine", value, allowed, "smoke.engine=vllm")
 
 
-def dtypes(training: str, served: str, stage: int) -> Iterator[Finding]:
+def shareable(
+    key: str, processes: int, text: Mapping[str, Any], *, gpus: int = 0
+) -> Iterator[Finding]:
+    """Check that processes can share a model: vLLM divides its attention heads.
+
+    `gpus` is the number of visible GPUs if each process needs one of its own.
+    """
+    heads = text.get("num_attention_heads") or 0
+    if gpus and processes > gpus:
+        allowed = f"a GPU for each process; visible: {gpus}"
+        yield Finding(key, str(processes), allowed, f"{key}={gpus}")
+    elif heads % processes:
+        allowed = f"a divisor of the model's {heads} attention heads"
+        yield Finding(key, str(processes), allowed, f"{key}={math.gcd(heads, processes)}")
+
+
+def _dtypes(training: str, served: str, stage: int) -> Iterator[Finding]:
     """Check number formats, given `model.dtype`, `convert.dtype` and `zero.stage`.
 
     With ZeRO-0, `engine.backward` of DeepSpeed 0.19 does not scale the loss, but the optimizer's
@@ -97,25 +122,6 @@ def dtypes(training: str, served: str, stage: int) -> Iterator[Finding]:
         yield Finding("convert.dtype", value, allowed, "convert.dtype=bfloat16", "warning")
 
 
-def _disk(context: Context) -> Iterator[Finding]:
-    """Estimate the bytes of weights and checkpoints.
-
-    Trained, merged and served weights have 2 bytes per parameter, and a third more. A checkpoint of
-    full fine-tuning has the weights in 16 bits, in fp32, and two moments; the best and
-    the newest one may exist beside those that the limits count.
-    """
-    settings, parameters = context.settings, context.known.parameters or 0
-    train = settings["train"]
-    needed = (8 + (settings["convert"]["quantize"] != "none")) * parameters + GIB // 2
-    if settings["peft"]["kind"] == "none" and train["save_steps"]:
-        needed += ((train["max_ckpt_num"] or 4) + 2) * 14 * parameters
-    free = free_bytes(context.runs)
-    if free < needed:
-        available = f"{free / GIB:.1f} GiB free under {context.runs}"
-        yield Finding("disk", available, f"needs about {needed / GIB:.1f} GiB", "paths.runs=...")
-
-
 def free_bytes(runs: Path) -> int:
     """Return the free bytes of the disk that holds `runs`, which may not exist yet."""
-    there = next(p for p in (runs, *runs.parents) if p.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(next(p for p in (runs, *runs.parents) if p.exists())).free

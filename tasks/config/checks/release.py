@@ -54,11 +54,7 @@ def quantizing(
 ) -> Iterator[Finding]:
     """Yield every reason why a model cannot be quantised (`convert.quantize`).
 
-    Args:
-        convert: section `convert`.
-        config: contents of the model's config.json; empty if unknown.
-        is_reward: True for a reward model.
-        engine: `smoke.engine`.
+    `config` is the model's config.json, empty if unknown; `engine` is `smoke.engine`.
     """
     scheme, text = convert["quantize"], config.get("text_config") or config
     if scheme == "none":
@@ -128,11 +124,10 @@ def reachable(uri: str | None) -> Iterator[Finding]:
     """Yield a finding if the server of `tracking.uri` does not answer; SQLite needs none."""
     if uri is None or urlsplit(uri).scheme not in ("http", "https"):
         return
-    user, word, token = (
-        os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
-    )
+    login = (os.environ.get(f"MLFLOW_TRACKING_{name}") or "" for name in ("USERNAME", "PASSWORD"))
     page = "api/2.0/mlflow/experiments/get-by-name?experiment_name=Default"
-    if reason := _why_silent(f"{uri.rstrip('/')}/{page}", user, word, token):
+    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
+    if reason := _why_silent(f"{uri.rstrip('/')}/{page}", ":".join(login), token):
         allowed = f"{reason}; metrics of this run would have no place to go"
         override = "tracking.uri=sqlite:////<path>/mlflow.db, or make up"
         yield Finding("tracking.uri", redact(uri), allowed, override)
@@ -143,18 +138,18 @@ def prefect_reachable() -> Iterator[Finding]:
     if not (url := os.environ.get("PREFECT_API_URL")):
         return
     login, token = (os.environ.get(f"PREFECT_API_{name}") for name in ("AUTH_STRING", "KEY"))
-    user, _, word = (login or "").partition(":")
-    if reason := _why_silent(f"{url.rstrip('/')}/admin/version", user, word, token):
+    if reason := _why_silent(f"{url.rstrip('/')}/admin/version", login or "", token):
         allowed = f"{reason}; this run would not be recorded there"
         override = "unset PREFECT_API_URL (a server of its own), or PREFECT_API_AUTH_STRING"
         yield Finding("PREFECT_API_URL", redact(url), allowed, override)
 
 
 @cache  # the steps of a run and its plan ask once
-def _why_silent(url: str, user: str | None, word: str | None, token: str | None) -> str:
-    """Return why no server answers at a URL; empty if one does."""
+def _why_silent(url: str, login: str, token: str | None) -> str:
+    """Return why no server answers at a URL; empty if one does. `login`: `<user>:<password>`."""
     import httpx
 
+    user, _, word = login.partition(":")
     headers = {"Authorization": f"Bearer {token}"} if token and not (user and word) else {}
     auth = (user, word) if user and word else None
     insecure = any((os.environ.get(name) or "").lower() in ("true", "1") for name in _INSECURE)

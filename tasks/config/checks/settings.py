@@ -1,17 +1,16 @@
-"""Settings that contradict each other, whatever the model, and data files that do not exist."""
+"""Settings that contradict each other, whatever the model."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.config.checks.context import Context
 from tasks.config.learning import Optim
-from tasks.core.errors import ConfigError, DataError
+from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.data.kinds import TEXTS, names_texts
-from tasks.data.readers import FILE_KINDS, existing_file
 from tasks.training.engine.checkpoint import named
 from tasks.training.selection import direction
 from tasks.weights.write import parse_size
@@ -44,28 +43,47 @@ STAGES = (
 
 def problems(context: Context) -> Iterator[Finding]:
     """Yield the problems of the settings alone."""
-    settings = context.settings
-    train = settings["train"]
+    settings, objective = context.settings, context.objective
+    train, zero, kind = settings["train"], settings["zero"], settings["peft"]["kind"]
     yield from divides(train)
     yield from _unread(train)
-    yield from _raw_texts(settings)
-    yield from data_files(settings["data"])
-    yield from _forced(settings["force"], settings["steps"])
-    yield from _partitioned(settings)
-    yield from _merge_base(settings["merge"]["base"], settings["peft"]["kind"])
-    try:
-        direction(train["objective"], train["best_metric"])
-    except ConfigError as error:
-        allowed = f"train.objective={train['objective']} does not measure it"
-        yield Finding("train.best_metric", train["best_metric"], allowed, error.hint)
+    yield from _data(settings)
+    stages = [*STAGES, *(f"{step}.{stage}" for step in settings["steps"] for stage in STAGES)]
+    for name in settings["force"]:
+        if name not in stages:
+            near = difflib.get_close_matches(name, stages, n=2, cutoff=0.5) or ["train"]
+            override = " or ".join(f"force=[{stage}]" for stage in near)
+            yield Finding("force", f"no stage {name!r}", f"one of {', '.join(STAGES)}", override)
+    for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        if zero[name] == "cpu" and zero["stage"] < least:
+            allowed = f"needs ZeRO-{least} or more"
+            yield Finding(f"zero.{name}", "cpu", allowed, f"zero=zero{max(least, 2)}")
+    if train["optimizer"] != "adamw" and zero["offload_optimizer"] == "cpu":
+        value, override = train["optimizer"], "train.optimizer=adamw or zero.offload_optimizer=none"
+        yield Finding("train.optimizer", value, "DeepSpeed's CPUAdam has no 8 bits", override)
+    if kind == "qlora" and zero["stage"] == 3:
+        allowed = "4-bit weights cannot be split; LoRA goes with ZeRO-3"
+        override = "zero=zero2 or peft=lora"
+        yield Finding("peft and zero", "QLoRA with ZeRO-3", allowed, override)
+    base, auto = settings["merge"]["base"], "merge.base=auto"
+    if base == "dequantized" and kind != "qlora":
+        value = f"{base} with peft.kind={kind}"
+        yield Finding("merge.base", value, "only QLoRA quantises the base", auto)
+    if base == "original" and kind == "qlora":
+        allowed = "the adapter was trained on the dequantised base; expect drift"
+        yield Finding("merge.base", "original after QLoRA", allowed, auto, "warning")
     for name, usual in (("keep", "last"), ("early_stop_patience", 0)):
         if train[name] != usual and not train["eval_steps"]:
             allowed = "needs evaluations during training"
             yield Finding(f"train.{name}", str(train[name]), allowed, "train.eval_steps=<steps>")
-    resume = train["resume"]
     try:
-        if resume not in ("auto", "never"):
-            named(resume, context.runs / "checkpoints")
+        direction(objective, train["best_metric"])
+    except ConfigError as error:
+        allowed = f"train.objective={objective} does not measure it"
+        yield Finding("train.best_metric", train["best_metric"], allowed, error.hint)
+    try:
+        if train["resume"] not in ("auto", "never"):
+            named(train["resume"], context.runs / "checkpoints")
     except ConfigError as error:
         yield Finding("train.resume", error.message, error.hint, "train.resume=auto")
     try:
@@ -80,7 +98,7 @@ def divides(train: Mapping[str, Any]) -> Iterator[Finding]:
     ranks, sharing = train["nproc"] * train["nodes"], train["sequence_parallel"]
     together = micro * ranks // sharing
     if ranks % sharing or size % together == 0:
-        return  # `model.shared_rows` reports ranks that do not divide
+        return  # `model` reports ranks that do not divide
     shared = f" / {sharing}" if sharing > 1 else ""
     lower = size // together * together
     near = [number for number in (lower, lower + together) if number]
@@ -108,81 +126,22 @@ def _unread(train: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(f"train.{name}", what, f"only {', '.join(readers)}", override)
 
 
-def _raw_texts(settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that raw texts are trained with sft on every token, and that only they are split."""
-    train, key = settings["train"], "data.text_key"
-    objective, mask = train["objective"], train["mask"]
-    if not names_texts(settings["data"]):
+def _data(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check that data are read as meant: raw texts by sft on every token, and only they split."""
+    train, data, key = settings["train"], settings["data"], "data.text_key"
+    for name in ("path", "eval_path", "name", "sources"):
+        if data["kind"] == "toy" and data[name]:
+            allowed = "the embedded tasks would be read instead"
+            yield Finding(f"data.{name}", "set with data.kind=toy", allowed, "data=auto")
+    if not names_texts(data):
         if train["on_overlong"] == "split":
             allowed = "a piece of a conversation has lost its prompt; split is for raw texts"
             yield Finding("train.on_overlong", "split", allowed, "train.on_overlong=truncate")
-    elif objective not in TEXTS.objectives:
-        value = f"raw texts with train.objective={objective}"
+    elif train["objective"] not in TEXTS.objectives:
+        value = f"raw texts with train.objective={train['objective']}"
         yield Finding(key, value, "raw texts are for sft", f"{key}=null or train=sft")
-    elif mask != "every_token":
-        yield Finding("train.mask", mask, "a raw text has no answers", "train=pretrain")
+    elif train["mask"] != "every_token":
+        yield Finding("train.mask", train["mask"], "a raw text has no answers", "train=pretrain")
     elif settings["gate"]["min_eval_gain"] is not None:
         allowed = "a raw text is not answered right or wrong"
         yield Finding("gate.min_eval_gain", f"with {key}", allowed, "gate.min_eval_gain=null")
-
-
-def data_files(data: Mapping[str, Any]) -> Iterator[Finding]:
-    """Refuse data that do not exist, or that the embedded tasks would replace in silence."""
-    if data["kind"] == "toy":
-        for key in ("path", "eval_path", "name", "sources"):
-            if data[key]:
-                allowed = "the embedded tasks would be read instead"
-                yield Finding(f"data.{key}", "set with data.kind=toy", allowed, "data=auto")
-        return
-    needed = "name" if data["kind"] == "hub" else "path"
-    if not (data[needed] or data["sources"]):
-        yield Finding(f"data.{needed}", "nothing", "has to be set", f"data.{needed}=<{needed}>")
-    files = {"data.eval_path": data["eval_path"], "data.chat_template": data["chat_template"]}
-    if not data["sources"]:
-        files["data.path"] = data["path"] if data["kind"] in FILE_KINDS else None
-    for number, source in enumerate(data["sources"]):
-        if (source["kind"] or data["kind"]) in FILE_KINDS:
-            files[f"data.sources[{number}].path"] = source["path"]
-    for key, path in ((key, path) for key, path in files.items() if path):
-        try:
-            existing_file(path, key=key)
-        except DataError as error:
-            what = error.message.removeprefix(f"{key}=")
-            yield Finding(key, what, "a readable file", error.hint or f"{key}=<file>")
-
-
-def _forced(names: Sequence[str], steps: Collection[str]) -> Iterator[Finding]:
-    """Refuse names in `force` that are not stages, or `step.stage` of a step of the chain."""
-    known = [*STAGES, *(f"{step}.{stage}" for step in steps for stage in STAGES)]
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5) or ["train"]
-            override = " or ".join(f"force=[{stage}]" for stage in near)
-            allowed = f"the stages are {', '.join(STAGES)}"
-            yield Finding("force", f"no stage {name!r}", allowed, override)
-
-
-def _partitioned(settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """Refuse what the ZeRO stage does not partition, and 8-bit moments on the host."""
-    zero, optimizer = settings["zero"], settings["train"]["optimizer"]
-    for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        if zero[name] == "cpu" and zero["stage"] < least:
-            allowed = f"needs ZeRO-{least} or more"
-            yield Finding(f"zero.{name}", "cpu", allowed, f"zero=zero{max(least, 2)}")
-    if optimizer != "adamw" and zero["offload_optimizer"] == "cpu":
-        override = "train.optimizer=adamw or zero.offload_optimizer=none"
-        yield Finding("train.optimizer", optimizer, "DeepSpeed's CPUAdam has no 8 bits", override)
-    if settings["peft"]["kind"] == "qlora" and zero["stage"] == 3:
-        allowed = "4-bit weights cannot be split; LoRA goes with ZeRO-3"
-        override = "zero=zero2 or peft=lora"
-        yield Finding("peft and zero", "QLoRA with ZeRO-3", allowed, override)
-
-
-def _merge_base(base: str, kind: str) -> Iterator[Finding]:
-    """Check that an adapter is merged into the base that it was trained on."""
-    if base == "dequantized" and kind != "qlora":
-        allowed = "only QLoRA quantises the base"
-        yield Finding("merge.base", f"{base} with peft.kind={kind}", allowed, "merge.base=auto")
-    if base == "original" and kind == "qlora":
-        allowed = "the adapter was trained on the dequantised base; expect drift"
-        yield Finding("merge.base", "original after QLoRA", allowed, "merge.base=auto", "warning")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.defaults import COMPUTED
-from tasks.config.inputs import Data, Model
+from tasks.config.sections import Data, Model
 from tasks.core.contract import Check
 from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError, DataError
@@ -47,9 +47,11 @@ from tasks.weights.tokens.add_tokens import grow
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 OnEvent = Callable[[dict[str, Any]], None]
-TOY, HF = "toy", "hf"
+TOY = "toy"
 PRETRAIN_TIMEOUT_S = 900.0
 CHAT_TEMPLATE = "chat_template.jinja"
+_NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
+"""Files of a Hugging Face repository that are not downloaded."""
 
 
 def prepare_base(
@@ -71,7 +73,7 @@ def prepare_base(
     started, base = time.monotonic(), Model(**settings)
     if base.kind == TOY:
         _pretrain(out, base, log=log, log_path=log_path, on_event=on_event)
-    elif base.kind == HF:
+    else:
         folder = resolve_model(base.path, revision=base.revision)
         require_own_files(folder)
         files, _ = model_files(folder)
@@ -86,8 +88,6 @@ def prepare_base(
                 (out / name).symlink_to(file.resolve())
             else:
                 copy_side_file(file, out / name)
-    else:
-        raise ConfigError(f"model.kind={base.kind} is not known", hint="model=toy or model=hf")
     if base.new_tokens:
         grown = grow(out, base.new_tokens)
         log.info("prepare_base: %d tokens added, %d rows", len(grown.ids), grown.after)
@@ -97,9 +97,8 @@ def prepare_base(
         "base/bytes": float(size_of(tensors)),
         "base/seconds": time.monotonic() - started,
     }
-    named = {"kind": base.kind, "path": base.path, "revision": base.revision}
-    notes = {**named, "source": dict(source or {})}
-    return StageReport("base", metrics=metrics, notes=notes)
+    notes = {"kind": base.kind, "path": base.path, "revision": base.revision}
+    return StageReport("base", metrics=metrics, notes={**notes, "source": dict(source or {})})
 
 
 def prepare_data(
@@ -122,20 +121,26 @@ def prepare_data(
         template = existing_file(data.chat_template, key="data.chat_template")
         shutil.copyfile(template, out / CHAT_TEMPLATE)
     if data.kind == TOY:
-        size = {"train_size": data.train_size, "heldout_size": data.heldout_size}
+        sizes = {"train": data.train_size, "heldout": data.heldout_size}
         try:
-            write_dataset(out, **size, seed=data.seed, rows=rows, tasks=data.tasks)
+            write_dataset(out, sizes, seed=data.seed, rows=rows, tasks=data.tasks)
         except ValueError as error:
             hint = "data.train_size=4000 data.heldout_size=300"
             raise DataError(str(error), hint=hint) from error
-        sizes = {"train": data.train_size, "heldout": data.heldout_size}
         made = account(rows, {name: {"read": n, "kept": n} for name, n in sizes.items()})
     else:
-        shared = {f.name for f in fields(Options)} & {f.name for f in fields(Data)} - {"kind"}
-        chosen = {name: getattr(data, name) for name in shared}
-        control = Control(tuple(model_tokens), data.control_tokens, last_answer)
-        options = Options(kind=KINDS[rows], answered=answered, control=control, **chosen)
-        made = _users_rows(out, data, options, log)
+        options = Options(
+            KINDS[rows],
+            data.eval_fraction,
+            data.seed,
+            data.max_samples,
+            data.on_bad_line,
+            data.stopping,
+            answered,
+            Control(tuple(model_tokens), data.control_tokens, last_answer),
+        )
+        train, held_out = _sources(data)
+        made = build_dataset(out, train=train, held_out=held_out, options=options, log=log)
     # Times stay out of the file: new times of equal files must not train again.
     files = {path: {"size": stats[0]} for path, stats in (source or {}).items()}
     made["source"] = {"kind": data.kind, **files}
@@ -152,7 +157,8 @@ def prepare_data(
     return StageReport("dataset", checks, metrics, notes=made)
 
 
-def _users_rows(out: Path, data: Data, options: Options, log: Log) -> dict[str, Any]:
+def _sources(data: Data) -> tuple[list[Source], Source | None]:
+    """Return the sources of training rows, and that of held-out rows if there is one."""
     hub = data.kind == HUB
     entries: Sequence[Any] = data.sources or [
         {"path": data.name if hub else data.path, "split": data.split}
@@ -161,8 +167,7 @@ def _users_rows(out: Path, data: Data, options: Options, log: Log) -> dict[str, 
     if data.eval_split if hub else data.eval_path:
         entry = {"path": data.name if hub else data.eval_path, "split": data.eval_split}
         held_out = _source(data, entry, key="data.eval_path")
-    train = [_source(data, entry, key="data.path") for entry in entries]
-    return build_dataset(out, train=train, held_out=held_out, options=options, log=log)
+    return [_source(data, entry, key="data.path") for entry in entries], held_out
 
 
 def source_identity(
@@ -228,9 +233,6 @@ def resolve_model(path: str | None, *, revision: str | None = None) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists() or folder.is_absolute() or path.startswith((".", "~")):
-        what = "is not a folder" if folder.exists() else "no such folder"
-        raise ConfigError(f"model.path={path}: {what}", hint="model.path=<folder or hub id>")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -242,9 +244,6 @@ def resolve_model(path: str | None, *, revision: str | None = None) -> Path:
             details=str(error).strip().splitlines()[:3],
             hint="model.path=<folder>, or an id that this machine can download",
         ) from error
-
-
-_NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 
 
 def _pretrain(
@@ -269,26 +268,18 @@ def _pretrain(
 def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
     """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`."""
     kind, name = entry.get("kind") or data.kind, entry["path"]
-    if kind not in (*FILE_KINDS, HUB):
-        known = "|".join((TOY, *FILE_KINDS, HUB))
-        raise DataError(f"data.kind={kind} is not known", hint=f"data={known}")
     if not name:
         wanted = "data.name=<owner/name>" if kind == HUB else f"{key}=<file>"
         raise DataError(f"data={kind} needs {wanted.partition('=')[0]}", hint=wanted)
     if kind in FILE_KINDS:
         existing_file(name, key=key)
+    roles = [f.name for f in fields(Columns)]
+    columns = {r: value for r in roles if (value := getattr(data, f"{r}_key")) != COMPUTED}
+    columns |= {r: value for r in roles if (value := entry.get(f"{r}_key")) is not None}
     return Source(
         name=str(name),
         open=lambda: read_rows(kind, name, split=entry.get("split") or "train"),
-        columns=_columns(data, entry),
+        columns=Columns(**columns),
         probability=entry.get("probability"),
         max_samples=entry.get("max_samples"),
     )
-
-
-def _columns(data: Data, entry: Mapping[str, Any]) -> Columns:
-    """Return the columns of a source: its own names, else those of section `data`."""
-    roles = [f.name for f in fields(Columns)]
-    shared = {r: value for r in roles if (value := getattr(data, f"{r}_key")) != COMPUTED}
-    own = {r: value for r in roles if (value := entry.get(f"{r}_key")) is not None}
-    return Columns(**{**shared, **own})

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.core.contract import Z_95, Check
 from tasks.drift.fingerprint import DriftLimit, ScorePrint, score_drift
 from tasks.drift.verdict import Moved, print_in, verdict

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tasks.config.choices import KlEstimator, KlIn
+from tasks.config.sections import KlEstimator, KlIn
 from tasks.rl import settings as online
 from tasks.training import job
 
 if TYPE_CHECKING:
-    from tasks.config.after_training import Smoke
+    from tasks.config.sections import Smoke
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Rollout(online.Rollout):
 def smoke_settings(**changes: Any) -> Smoke:
     """Return the usual settings of smoke_eval for the embedded model, with some changed."""
     from flows.cli.config import compose_config
-    from tasks.config.after_training import Smoke
+    from tasks.config.sections import Smoke
 
     usual = compose_config([]).settings["smoke"]
     return Smoke(**{**usual, **changes})

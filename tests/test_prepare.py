@@ -144,7 +144,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"kind": "jsonl"}, r"data\.path"),
         ({"kind": "hub"}, r"data\.name"),
-        ({"kind": "xml", "path": "x"}, r"data\.kind=xml"),
         ({"kind": "jsonl", "path": "/nowhere.jsonl"}, "/nowhere.jsonl"),
         ({"kind": "toy", "chat_template": "/nowhere.jinja"}, r"data\.chat_template"),
         ({"kind": "toy", "train_size": 10**6}, "1000000"),

@@ -25,7 +25,7 @@ from flows.chain.handoff import (
 from flows.chain.steps import continues
 from flows.chain.train import resolved, train_stage
 from flows.orchestration.progress import Progress
-from tasks.config.after_training import Smoke, engine_dtype
+from tasks.config.sections import Smoke, engine_dtype
 from tasks.data.kinds import PROMPTS, TEXTS, Kind, kind_for, names_texts
 from tasks.delivery.examination import require_sound
 from tasks.delivery.plan import HandOffPlan, Target, plan_trained

@@ -15,7 +15,7 @@ from typing import Any
 
 from flows.chain.dry_run import DryRun
 from tasks.bisect.run import Explainer
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.convert import convert, value_head
 from tasks.delivery.plan import HandOffPlan
 from tasks.drift.fingerprint import DriftLimit, quantized_profile

@@ -8,7 +8,7 @@ from typing import Any
 
 from flows.chain.handoff import REINFORCE, ROLLOUT_BASE, TRAIN, StageRunner
 from flows.orchestration.progress import Progress
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.core.redaction import redact_url
 from tasks.data.kinds import PROMPTS, names_texts
 from tasks.evaluation.scoring import ReferenceScorer

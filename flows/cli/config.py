@@ -20,10 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flows.cli.composed import Composed, resolve
 from flows.cli.vocabulary import CONF, Problem, Vocabulary, config_error, unknown_key
-from tasks.config import Rlhf
-from tasks.config.after_training import Deliver
 from tasks.config.checks.model import look_at
 from tasks.config.defaults import ONLINE, RULES, default
+from tasks.config.sections import Deliver, Rlhf
 from tasks.core.errors import ConfigError, PlumblineError
 
 SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver}

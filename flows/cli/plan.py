@@ -15,8 +15,7 @@ from tasks.config.checks import findings
 from tasks.config.checks.memory import LIBRARIES, engine_memory, in_words, memory_of
 from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.defaults import ONLINE
-from tasks.config.online import Rl
-from tasks.config.section import read_section
+from tasks.config.sections import Rl, read_section
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding, preflight
 from tasks.core.machine import available_memory, gpu_memory

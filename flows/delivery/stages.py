@@ -16,7 +16,7 @@ from flows.chain.handoff import (
     StageRunner,
 )
 from flows.delivery.planned import Delivery
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.delivery.base import folder_identity
 from tasks.delivery.examination import examination
 from tasks.delivery.reference import probe_texts, reference

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasks.bisect.folders import compare_folders, probes_of
 from tasks.bisect.report import Report
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.core.errors import ConfigError
 from tasks.core.machine import available_memory, has_gpu
 from tasks.evaluation.model_folder import dtype_of

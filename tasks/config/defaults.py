@@ -67,12 +67,12 @@ class Default(NamedTuple):
 
 
 def default(key: str, get: Get) -> Default:
-    """Return the default of a key.
-
-    Raises:
-        KeyError: the key has no rule.
-    """
+    """Return the default of a key. Raises KeyError if it has no rule."""
     return RULES[key](get)
+
+
+def _toy(get: Get) -> bool:
+    return bool(get("model.kind") == "toy")
 
 
 def _model_kind(get: Get) -> Default:
@@ -83,10 +83,8 @@ def _model_kind(get: Get) -> Default:
 
 def _data_kind(get: Get) -> Default:
     unnamed = (source["path"] for source in get("data.sources") if not source.get("kind"))
-    path = get("data.path") or next(unnamed, None)
-    if path:
-        suffix = PurePath(path).suffix.lower()
-        return Default(_SUFFIXES.get(suffix, "jsonl"), f"data.path={path}")
+    if path := get("data.path") or next(unnamed, None):
+        return Default(_SUFFIXES.get(PurePath(path).suffix.lower(), "jsonl"), f"data.path={path}")
     if get("data.name"):
         return Default("hub", f"data.name={get('data.name')}")
     if get("data.sources"):
@@ -106,18 +104,16 @@ def _dtype(get: Get) -> Default:
         return Default("bfloat16", "a GPU" if has_gpu(device) else "a CPU with native bf16")
     size = 2 * (get("model.parameters") or 0)
     copies = get("train.nproc") + 1  # each rank's, and that of the engine that serves it
-    dtype = computing_dtype("bfloat16", size, copies=copies, device=device)
-    emulated = "a CPU without native bf16"
+    dtype, emulated = computing_dtype("bfloat16", size, copies=copies, device=device), ""
     if dtype == "bfloat16":
-        emulated += f"; float32 would be faster, but {copies} copies take over half of the memory"
-    return Default(dtype, emulated)
+        emulated = f"; float32 would be faster, but {copies} copies take over half of the memory"
+    return Default(dtype, f"a CPU without native bf16{emulated}")
 
 
 def _nproc(get: Get) -> Default:
-    if get("train.device") == "cpu":
-        return Default(2, "train.device=cpu")
-    if not has_gpu():
-        return Default(2, "a machine without GPUs")
+    if not has_gpu(get("train.device")):
+        is_cpu = get("train.device") == "cpu"
+        return Default(2, "train.device=cpu" if is_cpu else "a machine without GPUs")
     gpus = gpu_count()
     if _toy(get):
         return Default(min(2, gpus), _EMBEDDED)
@@ -135,20 +131,17 @@ def _micro_batch_size(get: Get) -> Default:
 
 def _global_batch_size(get: Get) -> Default:
     """Return the multiple of the rows that all ranks process at once, near the usual size."""
-    online = get("train.objective") in ONLINE
+    online, sharing = get("train.objective") in ONLINE, get("train.sequence_parallel")
     if _toy(get):
         return Default(128 if online else 32, _EMBEDDED)
     usual = 128 if online else 64
-    sharing = get("train.sequence_parallel")
     unit = get("train.micro_batch_size") * get("train.nproc") * get("train.nodes")
     unit //= max(1, sharing)
     if unit < 1:
         return Default(usual, _REAL)
+    product = "micro_batch_size x nproc x nodes" + " / sequence_parallel" * (sharing > 1)
     size = max(1, round(usual / unit)) * unit
-    shared = " / sequence_parallel" if sharing > 1 else ""
-    return Default(
-        size, f"about {usual}, in multiples of micro_batch_size x nproc x nodes{shared} = {unit}"
-    )
+    return Default(size, f"about {usual}, in multiples of {product} = {unit}")
 
 
 def _gradient_checkpointing(get: Get) -> Default:
@@ -165,13 +158,12 @@ def _tokens(toy: int, usual: int, reason: str, *, share: float = 1.0) -> Callabl
     """Return a rule for a length limited to a share of the model's context."""
 
     def rule(get: Get) -> Default:
+        context = get("model.context")
         if _toy(get):
             return Default(toy, _EMBEDDED)
-        context = get("model.context")
         if context is not None and int(context * share) < usual:
-            return Default(
-                max(1, int(context * share)), f"a model whose context is {context} tokens"
-            )
+            limit = max(1, int(context * share))
+            return Default(limit, f"a model whose context is {context} tokens")
         return Default(usual, f"{_REAL}, {reason}")
 
     return rule
@@ -214,15 +206,15 @@ def _lr(get: Get) -> Default:
     if _toy(get):
         return Default(_TOY_RATES[objective][kind == "none"], _EMBEDDED)
     rate, what = RATES[objective][kind == "none"], f"{_METHODS[kind]} {objective}"
-    if rate.large is None:
-        return Default(rate.value, f"{what}: {rate.source}")
-    parameters = get("model.parameters")
-    if parameters is None:
+    parameters, value = get("model.parameters"), rate.value
+    if rate.large is not None and parameters is None:
         once = f"{rate.value:g} once config.json is at hand and says up to 20B"
-        return Default(rate.large, f"{what} with a model of unknown size, {once}: {rate.source}")
-    if parameters > _LARGE:
-        return Default(rate.large, f"{what} above 20B parameters: {rate.source}")
-    return Default(rate.value, f"{what} up to 20B parameters: {rate.source}")
+        value, what = rate.large, f"{what} with a model of unknown size, {once}"
+    elif rate.large is not None:
+        is_large = parameters > _LARGE
+        value = rate.large if is_large else rate.value
+        what += f" {'above' if is_large else 'up to'} 20B parameters"
+    return Default(value, f"{what}: {rate.source}")
 
 
 def _of_algorithm(option: str) -> Callable[[Get], Default]:
@@ -243,10 +235,6 @@ def _offload_trainer(get: Get) -> Default:
     if get("zero.stage") < 1 or get("zero.offload_optimizer") != "none":
         return Default(False, "ZeRO-0, or an optimizer in host memory")
     return Default(True, "full fine-tuning beside vLLM on GPUs")
-
-
-def _toy(get: Get) -> bool:
-    return bool(get("model.kind") == "toy")
 
 
 RULES: Mapping[str, Callable[[Get], Default]] = {

@@ -7,17 +7,19 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from tasks.config.after_training import MISSING, Paths, Server
-from tasks.config.choices import (
+from tasks.config.sections import (
+    MISSING,
     Device,
     Dtype,
     Natural,
     NonNegative,
+    Paths,
     Positive,
     Profile,
+    Section,
+    Server,
     SmokeEngine,
 )
-from tasks.config.section import Section
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tasks.config.choices import ControlTokens
+from tasks.config.sections import ControlTokens
 from tasks.data.messages import REASONING, Unusable
 
 REFUSE, KEEP = "refuse", "keep"

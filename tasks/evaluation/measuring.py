@@ -78,34 +78,27 @@ class Measuring:
         if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
             new = replace(new, formats=reference.formats)  # a server of `out` is judged by it
             new.save(out / path.name)
-        self._copy_base(out)
-        drift, check = self._judge(reference, new, model.dtype)
+        drift, (check, *shares) = self._judge(new, out, model.dtype)
         if isinstance(new, Fingerprint):
             check = located(check, self.before, model, reference.probes, self.explain)
-        return drift, (check, *share_checks(path, new, self.limit))
+        return drift, (check, *shares)
 
     def copy(self, earlier: Path, out: Path, dtype: str) -> tuple[Moved, tuple[Check, ...]]:
         """Copy the fingerprint of `earlier`, which has the same bytes, instead of taking it."""
         known = print_in(earlier)
         shutil.copyfile(known, out / known.name)
-        self._copy_base(out)
-        reference = load_print(print_in(self.reference))
-        new = load_print(known)
-        drift, check = self._judge(reference, new, dtype)
-        return drift, (check, *share_checks(print_in(self.reference), new, self.limit))
+        return self._judge(load_print(known), out, dtype)
 
-    def _copy_base(self, out: Path) -> None:
-        """Copy the base's fingerprint: `verify` tells a light adapter from its base by it."""
-        base = print_in(self.reference).with_name(BASE)
-        if base.is_file():
+    def _judge(self, new: Print, out: Path, dtype: str) -> tuple[Moved, tuple[Check, ...]]:
+        path, limit = print_in(self.reference), self.limit
+        base, reference = path.with_name(BASE), load_print(path)
+        if base.is_file():  # `verify` tells a light adapter from its base by it
             shutil.copyfile(base, out / BASE)
-
-    def _judge(self, reference: Print, new: Print, dtype: str) -> tuple[Moved, Check]:
-        limit = self.limit
         if isinstance(new, Fingerprint):
             limit = limit_in(limit, reference, new.arithmetic)
         drift = moved(reference, new, dtype)
-        return drift, verdict(drift, limit, cause=self.cause)
+        check = verdict(drift, limit, cause=self.cause)
+        return drift, (check, *share_checks(path, new, self.limit))
 
 
 def against_engine(

@@ -60,17 +60,14 @@ class Trained:
     """The record that training left: `train.json` and `config.json` of its artifact."""
 
     root: Path
-    # quantization of the base in training; None if it was not quantized
-    quantization: Mapping[str, Any] | None
+    quantization: Mapping[str, Any] | None  # of the base in training; None for none
     base_digest: str
     dtype: str  # torch dtype name of the model in training
     config: Mapping[str, Any]  # config.json of the trained model, without quantization
-    # attention in training, by transformers' name; others round differently
-    attn_implementation: str = "sdpa"
-    objective: str = "sft"
-    texts: bool = False  # True if training used raw texts, which need no chat template
-    # mean and standard deviation of a reward model's scores; None otherwise
-    normalisation: Normalisation | None = None
+    attn_implementation: str  # of training, by transformers' name; others round differently
+    objective: str
+    texts: bool  # True if training used raw texts, which need no chat template
+    normalisation: Normalisation | None  # of a reward model's scores; None otherwise
 
     @property
     def is_reward(self) -> bool:
@@ -81,9 +78,8 @@ class Trained:
     def read(cls, root: Path) -> Trained:
         """Read from a `shards` artifact. Raises ArtifactError."""
         record, config = read_json(root / "train.json"), read_json(root / CONFIG)
-        missing = {"quantization", "base_digest"} - set(record)
-        if missing:
-            raise ArtifactError(f"{root}/train.json lacks {', '.join(sorted(missing))}")
+        if missing := sorted({"quantization", "base_digest"} - set(record)):
+            raise ArtifactError(f"{root}/train.json lacks {', '.join(missing)}")
         config.pop("quantization_config", None)  # that of training; trained weights have none
         scores = record.get("scores")
         return cls(
@@ -92,10 +88,10 @@ class Trained:
             record["base_digest"],
             dtype_of(root),
             config,
-            attn_implementation=str(record.get("attn_implementation", "sdpa")),
-            objective=str(record.get("objective", "sft")),
-            texts=bool(record.get("texts", False)),
-            normalisation=Normalisation(scores["mean"], scores["std"]) if scores else None,
+            str(record.get("attn_implementation", "sdpa")),
+            str(record.get("objective", "sft")),
+            bool(record.get("texts", False)),
+            Normalisation(scores["mean"], scores["std"]) if scores else None,
         )
 
     def require_base(self, base: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.core.contract import Check
 from tasks.core.errors import DataError
 from tasks.data.messages import REASONING
@@ -23,13 +23,11 @@ from tasks.serving.prompts import Chat, chat, question_of, stop_ids
 from tasks.serving.vllm.job import VllmChild
 
 PromptKind = Literal["chat", "texts", "pairs", "probes"]
-HELDOUT = "heldout.jsonl"
 ROWS_AT_MOST = 2000
 """Maximum number of held-out rows to read."""
 TEXTS_AT_ONCE = 64
 PROMPT_TOKENS = 64
 """Tokens of a text that become the prompt; half of a shorter text."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,19 +115,23 @@ def read_question(
         side = Side(served, list(map(list, probes)), stop_ids(served.path, None))
         return Question(side, None, reference)
     room = longest_sequence(served.path, settings) - settings.max_new_tokens
-    most = max(settings.eval_samples, len(probes))
+    rows, most = _held_out(data), max(settings.eval_samples, len(probes))
+    no_room = DataError(
+        f"none of {len(rows)} held-out rows leaves room for {settings.max_new_tokens} new tokens, "
+        "and is not marked as undesirable",
+        hint="smoke.max_new_tokens=... (smaller), or data.eval_path=<other rows>",
+    )
     if kind == "texts":
-        texts = _read(data / HELDOUT, lambda row: str(row["text"]))
+        texts = [str(row["text"]) for row in rows]
         encoded = scorer.encode_texts(served.path, texts[:most], limit=2 * PROMPT_TOKENS)
         tokens = [ids[: min(PROMPT_TOKENS, max(1, len(ids) // 2), room)] for ids in encoded if ids]
         if room < 1 or not tokens:
-            raise _no_room(len(texts), settings)
+            raise no_room
         stops = stop_ids(served.path, None)
         check = _known_probes(probes, texts, scorer, served.path, stops)
         # Without a template both models read the same.
         sides = Side(served, tokens, stops), Side(base, tokens, stops)
         return Question(*sides, reference, checks=(check,))
-    rows = _read(data / HELDOUT, _conversation)
     rendered = scorer.encode(served.path, rows)
     usable = [
         number
@@ -137,27 +139,24 @@ def read_question(
         if len(prompt) <= room and rows[number].get("desirable", True)
     ]
     if not usable:
-        raise _no_room(len(rows), settings)
-    chosen = usable[:most]
-    chosen_rows = [rows[number] for number in chosen]
-    before = scorer.encode(base.path, chosen_rows, template_from=served.path)
+        raise no_room
+    chosen = [rows[number] for number in usable[:most]]
+    before = scorer.encode(base.path, chosen, template_from=served.path)
     return Question(
-        Side(served, [rendered.tokens[number] for number in chosen], rendered.eos),
+        Side(served, [rendered.tokens[number] for number in usable[:most]], rendered.eos),
         Side(base, before.tokens, sorted({*rendered.eos, *before.eos})),
         reference,
-        rows=chosen_rows,
+        rows=chosen,
         left_out=len(rows) - len(usable),
         checks=(probes_check(probes, rendered.tokens),),
         temperature=temperature,
     )
 
 
-def _no_room(count: int, settings: Smoke) -> DataError:
-    return DataError(
-        f"none of {count} held-out rows leaves room for {settings.max_new_tokens} new tokens, and "
-        "is not marked as undesirable",
-        hint="smoke.max_new_tokens=... (smaller), or data.eval_path=<other rows>",
-    )
+def _held_out(data: Path) -> list[dict[str, Any]]:
+    """Return the first rows of a dataset's `heldout.jsonl`, which has one at least."""
+    with (data / "heldout.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line) for line in itertools.islice(file, ROWS_AT_MOST)]
 
 
 def _known_probes(
@@ -168,11 +167,14 @@ def _known_probes(
     ends: Sequence[int],
 ) -> Check:
     """Check that the served tokenizer gives training's tokens: each probe is part of a text."""
-    missing = {_as_text(probe) for probe in probes}
-    total = len(missing)
+
+    def written(ids: Sequence[int]) -> str:
+        return f" {' '.join(map(str, ids))} "
+
+    missing, total = set(map(written, probes)), len(set(probes))
     for start in range(0, len(texts), TEXTS_AT_ONCE):
         some = scorer.encode_texts(served, texts[start : start + TEXTS_AT_ONCE], limit=1 << 30)
-        whole = "".join(_as_text([*ids, end]) for ids in some for end in ends)
+        whole = "".join(written([*ids, end]) for ids in some for end in ends)
         missing = {probe for probe in missing if probe not in whole}
         if not missing:
             break
@@ -184,19 +186,16 @@ def _known_probes(
     )
 
 
-def _as_text(ids: Sequence[int]) -> str:
-    """Return token ids as a text in which a run of ids is a part."""
-    return f" {' '.join(map(str, ids))} "
-
-
 def read_pairs(served: Path, data: Path, setup: Setup) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of held-out pairs (chosen, rejected) that fit the context.
 
     Raises DataError if no pair fits.
     """
-    settings, scorer = setup.settings, setup.scorer
-    rows = _read(data / HELDOUT, _pair)[: settings.eval_samples]
-    texts = scorer.encode_whole(served, [each for pair in rows for each in pair])
+    settings, conversations = setup.settings, list[Chat]()
+    for row in _held_out(data)[: settings.eval_samples]:
+        answers = (row["chosen"], row["rejected"])
+        conversations += (chat([*row["prompt"], *answer], row) for answer in answers)
+    texts = setup.scorer.encode_whole(served, conversations)
     encoded = list(zip(texts[::2], texts[1::2], strict=True))
     longest = longest_sequence(served, settings)
     fitting = [pair for pair in encoded if max(map(len, pair)) <= longest]
@@ -212,38 +211,6 @@ def longest_sequence(served: Path, settings: Smoke) -> int:
     """Return the longest sequence of prompt and response that the engine accepts, in tokens."""
     context = context_of(served)
     return min(context, settings.max_model_len or context)
-
-
-def _conversation(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as a conversation, a pair as the one with the chosen answer.
-
-    A prompt for online training may have no answer.
-    """
-    if "chosen" in row:
-        row = {**row, "messages": [*row["prompt"], *row["chosen"]]}
-    if row["messages"][-1]["role"] != "assistant" and "columns" not in row:
-        raise ValueError("the last message is not the assistant's")
-    return row
-
-
-def _pair(row: dict[str, Any]) -> tuple[Chat, Chat]:
-    rejected = chat([*row["prompt"], *row["rejected"]], row)
-    return chat(_conversation(row)["messages"], row), rejected
-
-
-def _read(path: Path, parse: Callable[[dict[str, Any]], T]) -> list[T]:
-    """Return the first held-out rows. Raises DataError, with the line that cannot be parsed."""
-    rows: list[T] = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            rows.extend(parse(json.loads(line)) for line in itertools.islice(file, ROWS_AT_MOST))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{path}:{len(rows) + 1}: not a row of this kind: {error!r}") from error
-    if not rows:
-        raise DataError(f"{path} is empty: nothing to evaluate on", hint="data.eval_fraction=0.05")
-    return rows
 
 
 def answer_of(row: Mapping[str, Any]) -> str | None:

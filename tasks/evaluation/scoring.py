@@ -24,7 +24,6 @@ from tasks.process.output import Log
 from tasks.serving.prompts import (
     Chat,
     Prompts,
-    chat,
     decode,
     encode_texts,
     question_of,
@@ -35,15 +34,7 @@ from tasks.serving.reference import requests
 from tasks.serving.reference.requests import ARGUMENTS, RESULT, Generated, ModelRef, Tokens
 from tasks.witness.plumbline_witness.prints import SCORES
 
-__all__ = [
-    "ENV",
-    "REQUEST_S",
-    "Generated",
-    "ModelRef",
-    "Prompts",
-    "ReferenceScorer",
-    "Score",
-]
+__all__ = ["ENV", "REQUEST_S", "Generated", "ModelRef", "Prompts", "ReferenceScorer", "Score"]
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -51,8 +42,13 @@ Arguments = TypeVarTuple("Arguments")
 STAGE = "score"
 REQUEST_S = 1800.0
 """Default time limit of one request."""
-
-
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""Environment of the child, which stays offline."""
 Score = Callable[[ModelRef, Path, Path], Print]
 """(model, reference file, file to write) -> fingerprint of the model on the same probes."""
 
@@ -105,8 +101,11 @@ class ReferenceScorer:
             except StageProcessError as error:
                 self.__exit__(type(error), error, None)  # the next request starts a new child
                 raise
-            if "done" not in reply:
-                raise _error(reply)
+            if "crash" in reply:
+                raise StageProcessError(STAGE, reply["crash"], reply["tail"])
+            if "failure" in reply:  # an error with the class that it had in the child
+                kind: type[PlumblineError] = getattr(errors, reply["failure"])
+                raise kind(reply["message"], details=reply["details"], hint=reply["hint"])
             result: T = pickle.loads((folder / RESULT).read_bytes())
             return result
 
@@ -181,31 +180,12 @@ class ReferenceScorer:
         template_from: Path | None = None,
     ) -> Prompts:
         """Render the prompts of dataset rows: everything before the assistant's last message."""
-        questions = list(map(question_of, rows))
-        return self.perform(render, tokenizer, questions, template_from)
+        return self.perform(render, tokenizer, list(map(question_of, rows)), template_from)
 
     def encode_whole(self, tokenizer: Path, conversations: Sequence[Chat]) -> list[list[int]]:
         """Return the token ids of conversations, with the id that ends the last message."""
-        chats = [chat(row["messages"], row) for row in conversations]
-        return self.perform(render_whole, tokenizer, chats)
+        return self.perform(render_whole, tokenizer, conversations)
 
     def decode(self, tokenizer: Path, tokens: Tokens) -> list[str]:
         """Return generated tokens as texts, without special tokens."""
         return self.perform(decode, tokenizer, tokens)
-
-
-ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OPENBLAS_NUM_THREADS": "1",
-}
-"""Environment of the child, which stays offline."""
-
-
-def _error(reply: Mapping[str, Any]) -> PlumblineError:
-    """Return the error of a reply with the class that it had in the child."""
-    if "crash" in reply:
-        return StageProcessError(STAGE, reply["crash"], reply["tail"])
-    kind: type[PlumblineError] = getattr(errors, reply["failure"])
-    return kind(reply["message"], details=reply["details"], hint=reply["hint"])

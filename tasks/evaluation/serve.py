@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import Fingerprint
 from tasks.evaluation.prompts import Question, Setup

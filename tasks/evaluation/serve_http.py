@@ -11,21 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.core.contract import Check
 from tasks.drift.fingerprint import Fingerprint
 from tasks.evaluation.prompts import Question, Setup
-from tasks.evaluation.scoring import ReferenceScorer
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import Responses, Served, length_of
 from tasks.serving import http_server
 from tasks.serving.http_server import NAME
 from tasks.serving.llama_cpp import find_programs, gguf_file, serve_command
-from tasks.serving.prompts import Chat
 from tasks.serving.vllm.job import STAGE, time_limit
 from tasks.serving.vllm.server import AT_ONCE, running
 from tasks.verify.asked import Asked
@@ -56,38 +54,12 @@ def serve_over_http(question: Question, setup: Setup) -> Served:
     Raises StageProcessError if a server did not start, crashed, or took too long, and ServerError
     if it refuses a request.
     """
-
-    settings = setup.settings
-    limit = settings.timeout_s or time_limit([question.served.model.path])
-    length = length_of(question, settings)
-
-    @contextmanager
-    def server_of(folder: Path) -> Iterator[Server]:
-        file = gguf_file(folder)
-        if file is None:
-            server = running(
-                folder, settings, limit, dtype=question.served.model.dtype,
-                max_model_len=length, **setup.logs,
-            )  # fmt: skip
-        else:
-            port = http_server.free_port()
-            argv = serve_command(file, find_programs(setup.tools.llama_cpp).server)
-            argv += ["--host", http_server.HOST, "--port", str(port), "--alias", NAME]
-            argv += ["--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * length)]
-            if settings.threads:
-                argv += ["--threads", str(settings.threads)]
-            server = http_server.running(argv, port, limit, stage=STAGE, **setup.logs)
-        with server as url, closing(Client(url, timeout_s=limit)) as client:
-            if file is None:
-                yield OpenAiServer(client, "vllm")
-            else:
-                yield LlamaCppServer(client)
-
+    settings, temperature = setup.settings, question.temperature
     reference = reference_of(question, setup.scorer)
-    greedy, sampled, temperature = list[Responses](), list[Responses](), question.temperature
+    greedy, sampled = list[Responses](), list[Responses]()
     for side in question.sides:
         began = time.perf_counter()
-        with server_of(side.model.path) as server:
+        with _server_of(side.model, question, setup) as server:
             is_first = side is question.served
             if is_first:
                 load_s = time.perf_counter() - began
@@ -106,6 +78,29 @@ def serve_over_http(question: Question, setup: Setup) -> Served:
     return Served(fingerprint, greedy, sampled, int(next(differing, 0)), load_s, verdicts)
 
 
+@contextmanager
+def _server_of(model: ModelRef, question: Question, setup: Setup) -> Iterator[Server]:
+    """Serve a folder with `vllm serve`, or its GGUF file with llama.cpp."""
+    settings, file = setup.settings, gguf_file(model.path)
+    limit = settings.timeout_s or time_limit([question.served.model.path])
+    length = length_of(question, settings)
+    if file is None:
+        server = running(
+            model.path, settings, limit, dtype=question.served.model.dtype,
+            max_model_len=length, **setup.logs,
+        )  # fmt: skip
+    else:
+        port = http_server.free_port()
+        argv = serve_command(file, find_programs(setup.tools.llama_cpp).server)
+        argv += ["--host", http_server.HOST, "--port", str(port), "--alias", NAME]
+        argv += ["--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * length)]
+        if settings.threads:
+            argv += ["--threads", str(settings.threads)]
+        server = http_server.running(argv, port, limit, stage=STAGE, **setup.logs)
+    with server as url, closing(Client(url, timeout_s=limit)) as client:
+        yield OpenAiServer(client, "vllm") if file is None else LlamaCppServer(client)
+
+
 def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
     """Return what a server is compared with: the fingerprint of training, and the folder's tokens.
 
@@ -113,46 +108,32 @@ def reference_of(question: Question, scorer: ReferenceScorer) -> Reference:
     """
     trained, served = Fingerprint.load(question.reference), question.served.model.path
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))
-    if question.chats is not None:
-        conversations, rendered = question.chats, question.served.prompts
+    conversations, rendered = question.chats, question.served.prompts
+    if conversations is not None:
         texts = [str(chat["messages"][-1]["content"]) for chat in conversations[:TEXTS]]
     else:
-        texts = scorer.decode(served, question.served.prompts[:TEXTS])
-        conversations, rendered = _public(served, scorer)
-    ids = scorer.encode_texts(served, texts, limit=1 << 20)
+        texts = scorer.decode(served, rendered[:TEXTS])
+        # Public conversations; some templates refuse a system prompt. Without a template: none.
+        has_template = (served / "chat_template.jinja").is_file()
+        conversations = [
+            {"messages": [{"role": role, "content": text} for role, text in turns]}
+            for turns in CHATS if has_template and turns[0][0] != "system"
+        ]  # fmt: skip
+        rendered = scorer.encode(served, conversations).tokens if conversations else []
     unscored = [
-        Probe(
-            tuple(tokens),
-            "chat",
-            number,
-            turns=tuple(chat["messages"]),
-            tools=tuple(chat.get("tools", ())),
-        )
-        for number, (chat, tokens) in enumerate(zip(conversations, rendered, strict=True))
+        Probe(tuple(ids), "chat", n, turns=tuple(c["messages"]), tools=tuple(c.get("tools", ())))
+        for n, (c, ids) in enumerate(zip(conversations, rendered, strict=True))
     ]
+    encoded = scorer.encode_texts(served, texts, limit=1 << 20)
     unscored += [
-        Probe(tuple(tokens), "text", number, text)
-        for number, (text, tokens) in enumerate(zip(texts, ids, strict=True))
-        if len(tokens) <= _TEXT_TOKENS
+        Probe(tuple(ids), "text", number, text)
+        for number, (text, ids) in enumerate(zip(texts, encoded, strict=True))
+        if len(ids) <= _TEXT_TOKENS
     ]
     tokens = token_facts(served)
     tokens["tokenizer"]["eos_token_id"] = list(question.served.stops)
     facts = {"tokens": tokens, "longest_row": max(map(len, trained.probes))}
     return Reference(probes, trained, None, facts, served, tuple(unscored))
-
-
-def _public(served: Path, scorer: ReferenceScorer) -> tuple[list[Chat], list[list[int]]]:
-    """Return the public conversations and their tokens; none for a folder without a template.
-
-    Some templates refuse a system prompt, so conversations with one are left out.
-    """
-    if not (served / "chat_template.jinja").is_file():
-        return [], []
-    public: list[Chat] = [
-        {"messages": [{"role": role, "content": text} for role, text in turns]}
-        for turns in CHATS if turns[0][0] != "system"
-    ]  # fmt: skip
-    return public, scorer.encode(served, public).tokens
 
 
 def fingerprint_of(reference: Fingerprint, served: Aligned) -> Fingerprint:

@@ -1,6 +1,6 @@
 """Settings of an online run beyond those of every training run: loop, rollouts, rewards.
 
-`tasks/config/online.py` defines the sections. They travel as plain mappings in `Settings.online`,
+`tasks/config/sections.py` defines the sections. They travel as plain mappings in `Settings.online`,
 so that they are part of a stage's key and of a checkpoint's identity. Knows no torch.
 """
 
@@ -10,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.config import online
-from tasks.config.online import Rl as Loop
-from tasks.config.online import Rollout
-from tasks.config.section import read_section
+from tasks.config import sections
+from tasks.config.sections import Rl as Loop
+from tasks.config.sections import Rollout, read_section
 
 __all__ = ["Loop", "Online", "Reward", "Rollout"]
 
 
 @dataclass(frozen=True)
-class Reward(online.Reward):
+class Reward(sections.Reward):
     """Section `reward`, and what its sources contain."""
 
     # of the function's file and the model's folder: other rewards lead to another key

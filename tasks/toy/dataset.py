@@ -23,18 +23,17 @@ ROWS: Mapping[str, Mapping[str, Callable[[Any], dict[str, Any]]]] = {
 
 def write_dataset(
     out: Path,
+    sizes: Mapping[str, int],
     *,
-    train_size: int,
-    heldout_size: int,
     seed: int,
     rows: str = "conversations",
     tasks: str = "letters",
 ) -> None:
-    """Write train.jsonl and heldout.jsonl into `out`.
+    """Write train.jsonl and heldout.jsonl into `out`; `sizes` are numbers of rows by split.
 
     ValueError if a split is larger than the toy world allows.
     """
-    for split, size in (("train", train_size), ("heldout", heldout_size)):
+    for split, size in sizes.items():
         how: dict[str, Any] = {"seed": seed, "held_out": split == "heldout"}
         if tasks == "calculator":
             chosen: list[Any] = calculator.sums(size, **how)

@@ -12,23 +12,20 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tasks.config.inputs import Loading
-from tasks.config.learning import (
+from tasks.config.sections import (
     Batch,
-    Checkpoints,
     Evaluate,
-    Goal,
     Launch,
+    Loading,
     Loss,
     Optim,
     Peft,
-    Probes,
     Resume,
-    Steps,
+    Rollout,
+    Training,
     Zero,
+    read_section,
 )
-from tasks.config.online import Rollout
-from tasks.config.section import read_section
 
 __all__ = [
     "Batch", "Evaluate", "Launch", "Loss", "Optim", "Peft", "Settings", "TrainJob", "Zero",
@@ -48,7 +45,7 @@ _GROUPS: dict[str, type[Any]] = {
 
 # Keyword-only, since fields of the bases have defaults.
 @dataclass(frozen=True, kw_only=True)
-class Settings(Probes, Checkpoints, Steps, Goal, Loading):
+class Settings(Training, Loading):
     """Everything that decides what is trained, and nothing about where it is stored.
 
     `online` has the sections `rl`, `rollout` and `reward` of an objective that learns from its own

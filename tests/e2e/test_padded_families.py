@@ -53,7 +53,7 @@ def test_what_was_trained_is_what_transformers_serves(
     family: str, rlhf: Callable[..., Run], tmp_path: Path
 ) -> None:
     base = base_of(family, tmp_path / "base")
-    write_dataset(tmp_path, train_size=200, heldout_size=8, seed=0)
+    write_dataset(tmp_path, {"train": 200, "heldout": 8}, seed=0)
     done = rlhf(
         tmp_path / "runs", "+exp=sft_qlora", "peft=lora", f"model.path={base}",
         f"data.path={tmp_path}/train.jsonl", "train.max_steps=4", "train.max_len=256",

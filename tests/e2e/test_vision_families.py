@@ -58,7 +58,7 @@ def test_the_whole_model_is_delivered_with_a_trained_language_tower(
     tmp_path: Path,
 ) -> None:
     base = base_of(family)
-    write_dataset(tmp_path, train_size=200, heldout_size=8, seed=0)
+    write_dataset(tmp_path, {"train": 200, "heldout": 8}, seed=0)
     done = rlhf(
         tmp_path / "runs", "+exp=sft_qlora", f"peft={tuning}", f"model.path={base}", *QUICK,
         f"data.path={tmp_path}/train.jsonl", "train.max_steps=4",

@@ -56,7 +56,7 @@ def test_no_subject_is_on_both_sides_and_the_seed_decides_everything() -> None:
 
 
 def _toy(out: Path, rows: str, split: str) -> list[dict[str, Any]]:
-    write_dataset(out, train_size=300, heldout_size=40, seed=0, rows=rows)
+    write_dataset(out, {"train": 300, "heldout": 40}, seed=0, rows=rows)
     return [json.loads(line) for line in (out / f"{split}.jsonl").read_text().splitlines()]
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from flows.cli.config import compose_config
-from tasks.config.choices import Scheduler
-from tasks.config.learning import Optim, Resume
+from tasks.config.sections import Optim, Resume, Scheduler
 from tasks.core.errors import ConfigError
 from tasks.training.loop import schedule
 from tests.settings import Batch, Settings

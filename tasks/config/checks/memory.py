@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.config.after_training import engine_dtype
 from tasks.config.checks.context import Context
 from tasks.config.defaults import ONLINE, PAIRS
+from tasks.config.sections import engine_dtype
 from tasks.core import machine
 from tasks.core.finding import Finding
 from tasks.rl.algorithms import ALGORITHMS

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.machine import shareable
 from tasks.config.checks.memory import training_settings
-from tasks.config.section import read_section
+from tasks.config.sections import read_section
 from tasks.core import machine
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.finding import Finding

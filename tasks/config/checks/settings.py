@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.config.checks.context import Context
-from tasks.config.learning import Optim
+from tasks.config.sections import Optim
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.data.kinds import TEXTS, names_texts

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.core.machine import has_gpu
 from tasks.process.launch import Conversation, python_child
 from tasks.process.output import Log

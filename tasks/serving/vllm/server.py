@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tasks.config.after_training import Smoke
+from tasks.config.sections import Smoke
 from tasks.core.errors import ConfigError
 from tasks.process.block_unused_imports import compiles
 from tasks.process.output import Log

@@ -90,11 +90,15 @@ def lm_eval(
         log_path=log_path,
         env={"TOKENIZERS_PARALLELISM": "false"},
     )
-    metrics = dict(_metrics(json.loads((out / RESULTS).read_text())))
-    checks = tuple(_check(task_name(task), metrics) for task in paths)
+    metrics, checks = dict(_metrics(json.loads((out / RESULTS).read_text()))), []
+    for name in map(task_name, paths):  # a group has scores of its members, `<group>_<member>`
+        own = (f"lm_eval/{name}/", f"lm_eval/{name}_")
+        after = [key for key in metrics if key.startswith(own) and key.endswith("/after")]
+        scores = ", ".join(f"{key} {metrics[key]:.4g}" for key in after)
+        checks.append(Check(name, "a finite score", scores or "none", ok=bool(scores)))
     for name, value in sorted(metrics.items()):
         log.info("%s: %.4g", name, value)
-    return StageReport("report", checks, metrics, {"limit": limit})
+    return StageReport("report", tuple(checks), metrics, {"limit": limit})
 
 
 def _metrics(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -105,20 +109,10 @@ def _metrics(results: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 metric, comma, filtered = key.partition(",")
                 if not comma or not isinstance(value, int | float) or not math.isfinite(value):
                     continue
-                is_error = metric.endswith(_STDERR)
-                name = metric.removesuffix(_STDERR)
+                name, is_error = metric.removesuffix(_STDERR), metric.endswith(_STDERR)
                 name = name if filtered == "none" else f"{name}.{filtered}"
-                if not is_error:
-                    yield f"lm_eval/{task}/{name}/{when}", float(value)
-                elif when == "after":
-                    yield f"lm_eval/{task}/{name}/error", float(value)
-
-
-def _check(task: str, metrics: Mapping[str, float]) -> Check:
-    own = (f"lm_eval/{task}/", f"lm_eval/{task}_")  # a group has scores of its members
-    names = [name for name in metrics if name.startswith(own)]
-    scores = ", ".join(f"{name} {metrics[name]:.4g}" for name in names if name.endswith("/after"))
-    return Check(task, "a finite score", scores or "none", ok=bool(scores))
+                if not is_error or when == "after":
+                    yield f"lm_eval/{task}/{name}/{'error' if is_error else when}", float(value)
 
 
 def main(job_path: str) -> None:

@@ -97,16 +97,17 @@ def train(
             events({**event, "replayed": True})
     _launch(job, run, events, leader, reward_environment(reward_url))
     document = json.loads((out / "train.json").read_text())
+    counted = {
+        f"data/{split}_{name}": float(counts[key])
+        for split, counts in events.data.items()
+        for name, key in _COUNTED.items()
+    }
+    notes = {name: document[name] for name in ("quantization", "evaluations")}
     return StageReport(
         kind="shards",
         checks=tuple(_checks(out, document, settings.world_size)),
-        metrics={**document["metrics"], **_data_metrics(events.data)},
-        notes={
-            "quantization": document["quantization"],
-            "data": events.data,
-            "evaluations": document["evaluations"],
-            "resumed_after_step": begun.step,
-        },
+        metrics={**document["metrics"], **counted},
+        notes={**notes, "data": events.data, "resumed_after_step": begun.step},
     )
 
 
@@ -129,8 +130,13 @@ def _launch(
             )
     except StageProcessError as error:
         sweep(job.checkpoints)
-        if events.failure is not None:
-            raise _as_error(events.failure) from error
+        if (failure := events.failure) is not None:
+            kind: type[PlumblineError] = getattr(errors, failure["error"], TrainingError)
+            message, more = (
+                f"train: {failure['message']}",
+                {k: failure[k] for k in ("details", "hint")},
+            )
+            raise kind(message, **more) from error
         if line := next((line for line in error.details if WATCHDOG in line), ""):
             raise waited("train: a rank", line, job) from error
         if "SIGKILL" in "\n".join(error.details):
@@ -150,26 +156,21 @@ def torchrun(job: TrainJob, job_path: Path, meet: list[str]) -> list[str]:
 
 def rank_environment(how: Launch) -> dict[str, str]:
     """Return the variables that are added to the environment of the ranks."""
-    threads = how.threads or max(1, len(os.sched_getaffinity(0)) // how.nproc)
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if how.device == "cpu" else {}
-    return {
-        **hidden,
-        **pinned_exactly(how.device),
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
+    threads = str(how.threads or max(1, len(os.sched_getaffinity(0)) // how.nproc))
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # prepare has resolved everything to local folders
     }
-
-
-def pinned_exactly(device: str) -> dict[str, str]:
-    """Return the variable that keeps torch from rounding pinned memory up to powers of two.
-
-    An engine that sleeps keeps its weights there: up to twice their size otherwise.
-    """
-    name = "PYTORCH_ALLOC_CONF"
-    mine = {name, "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)
-    return {name: "pinned_max_round_threshold_mb:1"} if has_gpu(device) and not mine else {}
+    if how.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    allocator = "PYTORCH_ALLOC_CONF"
+    if has_gpu(how.device) and not {allocator, "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        # Torch would round pinned memory up to powers of two, and an engine that sleeps keeps its
+        # weights there.
+        environment[allocator] = "pinned_max_round_threshold_mb:1"
+    return environment
 
 
 def reward_environment(url: str | None) -> dict[str, str]:
@@ -181,9 +182,7 @@ class _Events:
     """Pass events on, and store those that the stage needs itself."""
 
     def __init__(self, on_event: OnEvent | None, log: Log, max_len: int) -> None:
-        self._on_event = on_event
-        self._log = log
-        self._max_len = max_len
+        self._on_event, self._log, self._max_len = on_event, log, max_len
         self.failure: Mapping[str, Any] | None = None
         self.data: dict[str, Any] = {}
 
@@ -208,22 +207,6 @@ _COUNTED = {
     "equal": "equal",
 }
 """Names of metrics -> names of the counts in `training/tokens/truncation.py`."""
-
-
-def _data_metrics(data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    return {
-        f"data/{split}_{name}": float(counts[key])
-        for split, counts in data.items()
-        for name, key in _COUNTED.items()
-    }
-
-
-def _as_error(failure: Mapping[str, Any]) -> PlumblineError:
-    kind = getattr(errors, failure["error"], TrainingError)
-    error: PlumblineError = kind(
-        f"train: {failure['message']}", details=failure["details"], hint=failure["hint"]
-    )
-    return error
 
 
 def _checks(out: Path, document: Mapping[str, Any], world_size: int) -> list[Check]:

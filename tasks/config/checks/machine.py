@@ -16,8 +16,6 @@ from tasks.core.finding import Finding
 GIB = 2**30
 _LARGE = 10**9
 """Parameters of a model that nobody trains on CPUs on purpose."""
-_FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
-"""Distributions that bring attention implementations."""
 
 
 def problems(context: Context) -> Iterator[Finding]:
@@ -27,11 +25,6 @@ def problems(context: Context) -> Iterator[Finding]:
     embedded = model["kind"] == "toy"
     yield from device(train["device"], train["nproc"], parameters, embedded=embedded)
     yield from _dtypes(model["dtype"], settings["convert"]["dtype"], settings["zero"]["stage"])
-    attention = model["attn_implementation"]
-    if attention in _FLASH and (installed(_FLASH[attention]) == "0" or not context.gpu):
-        allowed = f"needs {_FLASH[attention]} and a GPU"
-        override = "model.attn_implementation=sdpa"
-        yield Finding("model.attn_implementation", attention, allowed, override)
     yield from smoke_engine(smoke["engine"], is_reward=context.objective == "reward")
     if smoke["engine"] != "transformers":
         gpus, key = host.gpu_count(), "smoke.tensor_parallel"

@@ -88,13 +88,13 @@ def _batches(
     learns worse.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        for question, _ in pairs
-    ]
+    prompts = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": question}] for question, _ in pairs],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
     wholes = [
         f"{prompt} {answer}{tokenizer.eos_token}"
         for prompt, (_, answer) in zip(prompts, pairs, strict=True)
@@ -102,15 +102,11 @@ def _batches(
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     whole_ids = tokenizer(wholes, add_special_tokens=False)["input_ids"]
     for start in range(0, len(pairs), BATCH):
-        chunk = whole_ids[start : start + BATCH]
-        longest = max(map(len, chunk))
-        inputs = torch.full((len(chunk), longest), tokenizer.pad_token_id)
-        labels = torch.full((len(chunk), longest), IGNORED)
-        for row, (ids, prompt) in enumerate(
-            zip(chunk, prompt_ids[start : start + BATCH], strict=True)
-        ):
-            inputs[row, : len(ids)] = torch.tensor(ids)
-            labels[row, len(prompt) : len(ids)] = torch.tensor(ids[len(prompt) :])
+        rows = list(map(torch.tensor, whole_ids[start : start + BATCH]))
+        inputs = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+        labels = pad_sequence(rows, batch_first=True, padding_value=IGNORED)
+        for row, prompt in enumerate(prompt_ids[start : start + BATCH]):
+            labels[row, : len(prompt)] = IGNORED
         yield inputs, labels
 
 

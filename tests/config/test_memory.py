@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,34 +34,18 @@ from tasks.training.model.families import why_padded
 from tests.machines import GIB, H100, QWEN_7B, QWEN_72B, published, with_gpus, with_hub
 from tests.settings import Batch, Launch, Settings
 
-
-@pytest.fixture
-def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpus(monkeypatch, 8)
-    with_hub(monkeypatch, tmp_path / "hub")
-
-
 WEIGHTS = 7_615_616_512 - 28 * 4_608
-
-
-@cache
-def _settings() -> dict[str, Any]:
-    return compose_config(["model.dtype=bfloat16"]).settings
-
-
-def settings(**smoke: Any) -> dict[str, Any]:
-    return {**_settings(), "smoke": {**_settings()["smoke"], **smoke}}
+"""Of Qwen2.5-7B, without its attention biases."""
 
 
 def test_the_memory_plan_of_a_published_model() -> None:
-    """Qwen2.5-7B: 7,615,616,512 parameters, of which 28 x 4,608 are attention biases."""
-    sizes, weights = Sizes.of(QWEN_7B), 7_615_616_512 - 28 * 4_608
+    sizes, weights = Sizes(QWEN_7B), WEIGHTS
     assert sizes.weights() == weights
     # Rank 64 on all seven maps, the number peft prints for this model.
     assert sizes.adapter_weights(Peft("lora", rank=64)) == 161_480_704
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         with pytest.raises(KeyError):  # better unknown than one of eight experts
-            Sizes.of({**QWEN_7B, key: 8})
+            Sizes({**QWEN_7B, key: 8})
     four = {"batch": Batch(4, 16), "launch": Launch(nproc=4), "dtype": "float32"}
     full = [estimate(QWEN_7B, Settings(zero=Zero(s, bucket_size=0), **four)) for s in range(4)]
     # Weights, gradients, their copy for the step, two moments: each divided from its stage on.
@@ -81,29 +63,26 @@ def test_weights_of_the_recipes_models_are_those_that_transformers_makes() -> No
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
         language = {n: p for n, p in model.named_parameters() if not re.search("vision|modal", n)}
         weights = sum(parameter.numel() for parameter in language.values())
-        assert Sizes.of(config).weights() == pytest.approx(weights, rel=0.03), name
+        assert Sizes(config).weights() == pytest.approx(weights, rel=0.03), name
 
 
 def test_an_engine_on_a_cpu_by_hand() -> None:
     """56 KiB per token: 2 x 28 layers x 4 heads x 128 x 2 bytes; 1 GiB holds 18,724 tokens."""
-    engine = engine_memory(QWEN_7B, settings(max_model_len=1000), gpu_bytes=None)
+    settings = compose_config(["model.dtype=bfloat16"]).settings
+    expected = settings["train"]["max_len"] + settings["smoke"]["max_new_tokens"] + 8
+    assert engine_memory(QWEN_7B, settings, gpu_bytes=None).context == expected
+    short = {**QWEN_7B, "max_position_embeddings": 128}
+    assert engine_memory(short, settings, gpu_bytes=None).context == 128
+    settings["smoke"]["max_model_len"] = 1000
+    engine = engine_memory(QWEN_7B, settings, gpu_bytes=None)
     assert (engine.weights, engine.cache) == (2 * WEIGHTS, GIB)
     assert engine.longest == 1000 * 57_344
-    plain = _settings()
-    expected = plain["train"]["max_len"] + plain["smoke"]["max_new_tokens"] + 8
-    assert engine_memory(QWEN_7B, settings(), gpu_bytes=None).context == expected
-    short = {**QWEN_7B, "max_position_embeddings": 128}
-    assert engine_memory(short, settings(), gpu_bytes=None).context == 128
-
-
-PAIR = {"prompt": "a question", "chosen": "good", "rejected": "bad"}
-CHAT = {"prompt": "a question", "response": "good"}
 
 
 def rows_in(folder: Path) -> Path:
     """Write rows that every objective reads."""
-    rows = folder / "rows.jsonl"
-    texts = ({**PAIR, **CHAT, "prompt": f"question {n}", "answer": "4"} for n in range(40))
+    rows, answers = folder / "rows.jsonl", {"chosen": "good", "rejected": "bad", "answer": "4"}
+    texts = ({"prompt": f"question {n}", "response": "good", **answers} for n in range(40))
     rows.write_text("".join(f"{json.dumps(row)}\n" for row in texts))
     return rows
 
@@ -162,7 +141,6 @@ def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch
         (served, Needs.RANKS, 4),
         (served, Needs.DEVICE, 1),
         (served, handoff.SMOKE.needs, 8),
-        (served, handoff.SMOKE.needs, 8),
         (sampled, handoff.REINFORCE.needs, 8),
         (shared, Needs.RANKS, 2),
     ):
@@ -179,15 +157,11 @@ def test_processes_that_share_a_model_need_whole_heads_and_a_gpu_each() -> None:
     assert finding.override == f"{key}=2"
 
 
-ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": "who are you?", "answer": "me"})
-
-
 def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[Memory, list[str]]:
     """Return a rank's memory and the findings of an experiment with Qwen2.5-7B."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     arguments = [
         f"+exp={experiment}", "model.path=Qwen/Qwen2.5-7B-Instruct",
-        f"data.path={tmp_path}/rows.jsonl", f"paths.runs={tmp_path}/runs", *overrides,
+        f"data.path={rows_in(tmp_path)}", f"paths.runs={tmp_path}/runs", *overrides,
     ]  # fmt: skip
     (link,) = chain_steps(compose(arguments), arguments)
     rank = memory_of(link.composed.settings)
@@ -195,12 +169,15 @@ def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[Memory, l
     return rank, list(map(str, findings(link.composed.settings, link.composed.runs)))
 
 
-@pytest.mark.usefixtures("eight")
-def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> None:
+def test_full_ppo_of_7b_counts_critic_reference_and_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ZeRO-2: three copies of the weights on each GPU, and half of the GPU for the engine."""
+    with_gpus(monkeypatch, 8)
+    with_hub(monkeypatch, tmp_path / "hub")
     stays = ("rollout.offload_trainer=false", "rollout.gpu_memory=0.5")
     rank, (problems,) = planned(tmp_path, "ppo_full", *stays)
-    weights, table = 2 * Sizes.of(QWEN_7B).weights(), 2 * 152064 * 3584
+    weights, table = 2 * Sizes(QWEN_7B).weights(), 2 * 152064 * 3584
     lasting = 3 * weights  # policy, critic, reference
     lasting += 6 * weights // 8 + 6 * (weights - table) // 8  # fp32 weights and moments, 8 ranks
     assert rank.weights + rank.optimizer + rank.engine == pytest.approx(lasting + H100 // 2, abs=10)

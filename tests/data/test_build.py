@@ -57,22 +57,6 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def test_duplicates_keep_ids_apart_and_stay_on_one_side(tmp_path: Path) -> None:
-    build(tmp_path, source_of([pair(n % 10) for n in range(30)]))
-    assert not set(questions(tmp_path, "train")) & set(questions(tmp_path, "heldout"))
-    ids = [row["id"] for row in rows_of(tmp_path, "train", "heldout")]
-    assert len(set(ids)) == 30
-    assert sum(identity.endswith("-2") for identity in ids) == 10
-
-
-def test_training_rows_that_are_held_out_are_left_out_and_counted(tmp_path: Path) -> None:
-    apart = source_of([pair(2)], "y")
-    account = build(tmp_path, source_of([pair(1), pair(2), pair(2)]), held_out=apart)
-    assert questions(tmp_path, "train") == ["question 1"]
-    assert account["splits"]["train"]["overlapping"] == 2
-    assert account["splits"]["heldout"]["kept"] == 1
-
-
 def test_bad_rows_are_all_listed_or_counted(tmp_path: Path) -> None:
     rows = source_of([pair(1), *[{"prompt": "x", "response": ""}] * 25, pair(2)])
     with pytest.raises(DataError) as caught:
@@ -126,6 +110,8 @@ def test_every_row_is_kept_unchanged_or_counted(
         for split in ("train", "heldout")
     }
     assert not set(sides["train"]) & set(sides["heldout"])
+    ids = [row["id"] for row in rows_of(out, "train", "heldout")]
+    assert len(set(ids)) == len(ids), "repeated rows have ids of their own"
     good = [
         (row["prompt"], row["response"])
         for row in [*train, *(held_out or [])]
@@ -211,8 +197,6 @@ def test_rows_are_counted_by_source_and_repeats_are_not_held_out(tmp_path: Path)
     assert not set(held_out) & set(questions(tmp_path, "train"))
     for split in account["splits"].values():
         assert split["read"] == split["kept"] + split["refused"] + split["overlapping"]
-    ids = [row["id"] for row in rows_of(tmp_path, "train")]
-    assert len(set(ids)) == len(ids)
 
 
 def test_sources_of_several_kinds_with_columns_of_their_own(tmp_path: Path) -> None:

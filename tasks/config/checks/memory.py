@@ -41,77 +41,61 @@ MIXTURES = {"mixtral": True, "qwen3_moe": True, "olmoe": True, "gpt_oss": False}
 """Families of experts whose dimensions are read here: True if peft adapts experts and routers."""
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """Dimensions of a decoder, without towers for images and sound."""
+    """Dimensions of a decoder, without towers for images and sound, from its `config.json`.
 
-    hidden: int
-    inner: int  # width of all feed-forward blocks that a token passes through
-    layers: int
-    tables: int  # weights of the input embedding, and of the head if it is another
-    vocab: int
-    query: int  # width of all attention heads
-    kv_heads: int
-    head_dim: int
-    cached: int  # layers with keys and values
-    maps: Mapping[str, tuple[int, int]]  # linear maps of a layer: widths of input and output
-    experts: int = 0  # weights of experts and routers, which QLoRA leaves in 16 bits
-    expert_pairs: int = 0  # weights of a LoRA of rank 1 on all of them; 0 if peft adapts none
-    embeddings: int = 0  # weights of embeddings that each layer has of its own (Gemma 4)
+    KeyError if the family names its dimensions differently. Layers with linear attention (Qwen3.5)
+    count as those with full attention: 2 % more.
+    """
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """Read them from `config.json`; KeyError if the family names its dimensions differently.
-
-        Layers with linear attention (Qwen3.5) count as those with full attention: 2 % more.
-        """
+    def __init__(self, config: Mapping[str, Any]) -> None:
         text = config.get("text_config") or config
-        hidden, layers, vocab = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
-        inner, heads = text["intermediate_size"], text["num_attention_heads"]
-        kv_heads = text.get("num_key_value_heads") or heads
-        head_dim = text.get("head_dim") or hidden // heads
-        query, keys = heads * head_dim, kv_heads * head_dim
-        family, count, experts, pairs = text.get("model_type"), experts_of(text), 0, 0
-        maps = {
-            "q_proj": (hidden, 2 * query if family == "qwen3_5_text" else query),  # with a gate
-            "k_proj": (hidden, keys),
-            "v_proj": (hidden, keys),
-            "o_proj": (query, hidden),
+        heads, family, count = text["num_attention_heads"], text.get("model_type"), experts_of(text)
+        self.hidden: int = text["hidden_size"]
+        self.layers: int = text["num_hidden_layers"]
+        self.vocab: int = text["vocab_size"]
+        self.inner: int = text["intermediate_size"]
+        self.kv_heads: int = text.get("num_key_value_heads") or heads
+        self.head_dim: int = text.get("head_dim") or self.hidden // heads
+        self.query, keys = heads * self.head_dim, self.kv_heads * self.head_dim
+        # Layers with keys and values, and embeddings that each layer has of its own (Gemma 4).
+        self.cached = self.layers - (text.get("layer_types") or ()).count("linear_attention")
+        width = text.get("hidden_size_per_layer_input") or 0
+        rows = text.get("vocab_size_per_layer_input") or 0
+        self.embeddings = self.layers * width * (rows + 3 * self.hidden)
+        self.tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+        # Linear maps of a layer: widths of input and output.
+        gated = 2 if family == "qwen3_5_text" else 1
+        self.maps = {
+            "q_proj": (self.hidden, gated * self.query),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (self.query, self.hidden),
         }
+        # Experts and routers, which QLoRA leaves in 16 bits, and a LoRA of rank 1 on all of them.
+        self.experts = self.expert_pairs = 0
         if count <= 1:
-            up = (hidden, inner)
-            maps |= {"gate_proj": up, "up_proj": up, "down_proj": (inner, hidden)}
+            up = (self.hidden, self.inner)
+            self.maps |= {"gate_proj": up, "up_proj": up, "down_proj": (self.inner, self.hidden)}
         elif family not in MIXTURES:
             raise KeyError(f"dimensions as read here: {family} is another mixture of experts")
         else:
-            wide = text.get("moe_intermediate_size") or inner
-            inner = text["num_experts_per_tok"] * wide
-            experts = layers * hidden * (3 * count * wide + count)
+            wide = text.get("moe_intermediate_size") or self.inner
+            self.inner = text["num_experts_per_tok"] * wide  # that a token passes through
+            self.experts = self.layers * self.hidden * (3 * count * wide + count)
             if MIXTURES[family]:  # peft doubles the rank of `gate_up_proj`, which holds two maps
-                each = 2 * (hidden + 2 * wide) + wide + hidden
-                pairs = layers * (count * each + hidden + count)
-        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        width = text.get("hidden_size_per_layer_input") or 0
-        rows = text.get("vocab_size_per_layer_input") or 0
-        cached = layers - (text.get("layer_types") or ()).count("linear_attention")
-        return cls(
-            hidden, inner, layers, vocab * hidden * (1 if tied else 2), vocab, query, kv_heads,
-            head_dim, cached, maps, experts, pairs, layers * width * (rows + 3 * hidden),
-        )  # fmt: skip
-
-    @property
-    def scored(self) -> Sizes:
-        """The same model with a score head, which is a vector, in place of the output head."""
-        return replace(self, tables=self.vocab * self.hidden)
+                each = 2 * (self.hidden + 2 * wide) + wide + self.hidden
+                self.expert_pairs = self.layers * (count * each + self.hidden + count)
 
     def linear_weights(self) -> int:
         """Return the number of weights in the linear maps of all layers."""
         return self.layers * sum(width * out for width, out in self.maps.values())
 
-    def weights(self) -> int:
-        """Return the number of weights of a causal model, without biases."""
+    def weights(self, *, scored: bool = False) -> int:
+        """Return the number of weights, without biases; `scored`: with a score head, a vector."""
+        tables = self.vocab * self.hidden * (1 if self.tied or scored else 2)
         norms = self.hidden * (2 * self.layers + 1)
-        return self.linear_weights() + self.tables + norms + self.embeddings + self.experts
+        return self.linear_weights() + tables + norms + self.embeddings + self.experts
 
     def adapter_weights(self, peft: Peft) -> int:
         """Return the weights of a LoRA adapter, and of tables that are trained in full."""
@@ -164,23 +148,22 @@ def estimate(
     """Estimate the peak memory of one rank for one model.
 
     `critic`: a separate critic, which contains the policy's head and does not train it. Raises
-    KeyError as `Sizes.of`.
+    KeyError as `Sizes`.
     """
-    stored, zero, peft = Sizes.of(config), settings.zero, settings.peft
+    sizes, zero, peft = Sizes(config), settings.zero, settings.peft
     item, ranks, is_full = ITEM[settings.dtype], settings.world_size, peft.kind == "none"
     scored = critic or settings.objective == "reward"
-    sizes = stored.scored if scored else stored
-    stored = stored if critic else sizes
-    trained = sizes.weights() if is_full else sizes.adapter_weights(peft)
+    stored = sizes.weights(scored=scored and not critic)
+    trained = sizes.weights(scored=scored) if is_full else sizes.adapter_weights(peft)
     over = {stage: ranks if zero.stage >= stage else 1 for stage in (1, 2, 3)}
 
-    weights = stored.weights() * item + (0 if is_full else trained * item)
+    weights = stored * item + (0 if is_full else trained * item)
     if peft.kind == "qlora":  # half a byte, and the scale of a block of 64
         scale = 1.03 / 64 if peft.double_quant else 4 / 64
-        weights -= int(stored.linear_weights() * (item - 0.5 - scale))
+        weights -= int(sizes.linear_weights() * (item - 0.5 - scale))
     weights //= over[3]
     # ZeRO-3 keeps at most 10^9 weights gathered (`stage3_max_live_parameters`).
-    gathered = min(stored.weights(), 10**9) * item if over[3] > 1 else 0
+    gathered = min(stored, 10**9) * item if over[3] > 1 else 0
 
     moments = 8.0 if settings.optim.optimizer == "adamw" else 2 * (1 + 4 / 256)
     master = 0 if settings.dtype == "float32" else 4
@@ -240,7 +223,7 @@ def _engine(
     config: Mapping[str, Any], dtype: str, context: int, shared: int, gpu: float | None, gib: float
 ) -> EngineMemory:
     """Return the memory of vLLM on `gpu` bytes of a GPU, or on a CPU with a cache of `gib`."""
-    sizes, item = Sizes.of(config), ITEM[dtype]
+    sizes, item = Sizes(config), ITEM[dtype]
     weights = sizes.weights() * item // shared
     cache = int(gib * GIB) if gpu is None else max(0, int(gpu) - weights - LIBRARIES)
     heads = max(1, sizes.kv_heads // shared)  # each process has at least one whole head
@@ -313,7 +296,7 @@ def _online(
     gpu: int | None,
 ) -> Memory:
     """Add up policy, critic, reference, the reward model of config `reward`, and the engine."""
-    sizes, online = Sizes.of(config), Online.of(training.online)
+    sizes, online = Sizes(config), Online.of(training.online)
     models, item, loop, rollout = [policy], ITEM[training.dtype], online.loop, online.rollout
     if ALGORITHMS[training.objective].critic:
         critic = estimate(config, training, gpu=gpu is not None, critic=True)
@@ -326,7 +309,7 @@ def _online(
         weights += sizes.weights() * item // divided  # the reference
     if reward is not None:
         dtype = str(reward.get("dtype") or "bfloat16")
-        weights += Sizes.of(reward).scored.weights() * ITEM.get(dtype, 2)
+        weights += Sizes(reward).weights(scored=True) * ITEM.get(dtype, 2)
     optimizer, host = (sum(getattr(m, n) for m in models) for n in ("optimizer", "host"))
     engine, share = rollout_memory(config, asdict(rollout), training.dtype, gpu_bytes=gpu), 1.0
     if rollout.engine != "vllm":  # on a CPU each rank has a share of the servers

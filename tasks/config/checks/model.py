@@ -60,7 +60,7 @@ def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
         # The stage that downloads it reports what fails.
         config, _ = hub_config(path, model["revision"])
         try:
-            parameters = Sizes.of(config).weights()
+            parameters = Sizes(config).weights()
         except KeyError:  # an architecture that names its dimensions differently
             parameters = None
         return Known(config=config, parameters=parameters), []

@@ -112,29 +112,32 @@ def test_defaults_follow_the_model_and_the_machine() -> None:
     assert computed == DEFAULTS
 
 
-def test_as_many_ranks_as_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    for gpus, real, toy in ((0, 2, 2), (1, 1, 1), (8, 8, 2)):
-        with_gpus(monkeypatch, gpus)
-        assert default("train.nproc", known()).value == real
-        assert default("train.nproc", known(**{"model.kind": "toy"})).value == toy
-        assert default("train.nproc", known(**{"train.device": "cpu"})).value == 2
+OFFLOADED = {
+    "peft.kind": "none", "rollout.engine": "vllm", "zero.stage": 3,
+    "zero.offload_optimizer": "none", "train.device": "auto",
+}  # fmt: skip
+"""Full fine-tuning on GPUs, whose optimizer states leave them while vLLM samples."""
+MACHINES: list[tuple[int, str, dict[str, Any], object]] = [
+    (0, "train.nproc", {}, 2),
+    (1, "train.nproc", {}, 1),
+    (8, "train.nproc", {}, 8),
+    (8, "train.nproc", {"model.kind": "toy"}, 2),
+    (8, "train.nproc", {"train.device": "cpu"}, 2),
+    (8, "rollout.offload_trainer", OFFLOADED, True),
+    (8, "rollout.offload_trainer", {**OFFLOADED, "train.device": "cpu"}, False),
+    (8, "rollout.offload_trainer", {**OFFLOADED, "peft.kind": "lora"}, False),
+    (8, "rollout.offload_trainer", {**OFFLOADED, "rollout.engine": "server"}, False),
+    (8, "rollout.offload_trainer", {**OFFLOADED, "zero.stage": 0}, False),
+    (8, "rollout.offload_trainer", {**OFFLOADED, "zero.offload_optimizer": "cpu"}, False),
+]
 
 
-def test_optimizer_states_of_full_fine_tuning_are_offloaded_on_gpus(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("gpus", "key", "facts", "wanted"), MACHINES)
+def test_defaults_follow_the_gpus(
+    gpus: int, key: str, facts: dict[str, Any], wanted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = {
-        "peft.kind": "none", "rollout.engine": "vllm", "zero.stage": 3,
-        "zero.offload_optimizer": "none", "train.device": "auto",
-    }  # fmt: skip
-    with_gpus(monkeypatch, 8)
-    for key, value, wanted in (
-        ("zero.stage", 3, True), ("train.device", "cpu", False), ("peft.kind", "lora", False),
-        ("rollout.engine", "server", False), ("zero.stage", 0, False),
-        ("zero.offload_optimizer", "cpu", False),
-    ):  # fmt: skip
-        facts = known(**{**usual, key: value})
-        assert default("rollout.offload_trainer", facts).value is wanted, key
+    with_gpus(monkeypatch, gpus)
+    assert default(key, known(**facts)).value == wanted
 
 
 def test_the_dtype_is_what_the_machine_computes(monkeypatch: pytest.MonkeyPatch) -> None:

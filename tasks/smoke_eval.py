@@ -70,7 +70,7 @@ def smoke_eval(
         return StageReport("report", checks=(strays,))
     dtype = dtype or computing_dtype_of(served)
     model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
-    setup = Setup(out, settings, profile, tools, log)
+    setup = Setup(out=out, settings=settings, profile=profile, log=log, **vars(tools))
     if print_in(reference).name == SCORES:
         pairs = []
         if prompts == "pairs":

@@ -1,7 +1,7 @@
 """Measure models and judge what a served folder computes.
 
     with ReferenceScorer(log=log, log_path=path) as scorer:          scoring: a transformers child
-        setup = Setup(out, settings, profile, Tools(scorer=scorer, ...), log)
+        setup = Setup(out=out, settings=settings, profile=profile, scorer=scorer, log=log, ...)
         measured = measure(read_question("chat", model, base, reference, data, setup), setup)
         metrics = read_responses(measured, None, None)
 

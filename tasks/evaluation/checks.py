@@ -102,17 +102,12 @@ def greedy_check(agreement: Agreement) -> Check:
     compared = agreement.equal + agreement.ties + len(agreement.differences)
     text = f"equal on {agreement.equal} of {compared}"
     if agreement.ties:
-        text += (
-            f", {agreement.ties} part at a tie (within {TIE_STEPS:g} rounding steps or the noise)"
-        )
+        within = f"within {TIE_STEPS:g} rounding steps or the noise"
+        text += f", {agreement.ties} part at a tie ({within})"
     if agreement.differences:
         text += f", {len(agreement.differences)} differ, first {agreement.differences[0]}"
-    return Check(
-        f"first {GREEDY_TOKENS} greedy tokens",
-        "transformers' on every probe",
-        text,
-        ok=compared > 0 and not agreement.differences,
-    )
+    name, expected = f"first {GREEDY_TOKENS} greedy tokens", "transformers' on every probe"
+    return Check(name, expected, text, ok=compared > 0 and not agreement.differences)
 
 
 def stop_check(stopped: Sequence[bool], least: float) -> Check:
@@ -120,38 +115,26 @@ def stop_check(stopped: Sequence[bool], least: float) -> Check:
 
     The base's share is no measure: before SFT it knows no end of a turn.
     """
-    count = sum(stopped)
-    return Check(
-        "answers that stop",
-        f">= {least:.0%}, within the sample's error",
-        f"{count} of {len(stopped)}",
-        ok=share_interval(count / len(stopped), len(stopped))[1] >= least,
-    )
+    count, total = sum(stopped), len(stopped)
+    expected, found = f">= {least:.0%}, within the sample's error", f"{count} of {total}"
+    ok = share_interval(count / total, total)[1] >= least
+    return Check("answers that stop", expected, found, ok=ok)
 
 
 def degenerate_check(tokens: Tokens, most: float, before: Tokens) -> Check:
     """Check that no more responses loop than a share `most`, or than before training."""
     caught = [number for number, response in enumerate(tokens) if is_degenerate(response)]
     allowed = max(most, sum(map(is_degenerate, before)) / len(before))
-    text = f"{len(caught)} of {len(tokens)}"
-    if caught:
-        text += f", first prompt {caught[0]}"
-    return Check(
-        "answers caught in a loop",
-        f"<= {allowed:.0%}, within the sample's error",
-        text,
-        ok=share_interval(len(caught) / len(tokens), len(tokens))[0] <= allowed,
-    )
+    found = f"{len(caught)} of {len(tokens)}" + (f", first prompt {caught[0]}" if caught else "")
+    ok = share_interval(len(caught) / len(tokens), len(tokens))[0] <= allowed
+    expected = f"<= {allowed:.0%}, within the sample's error"
+    return Check("answers caught in a loop", expected, found, ok=ok)
 
 
 def template_check(different: int, total: int) -> Check:
     """Check that the engine's tokenizer and chat template render the prompts that we measured."""
-    return Check(
-        "prompts as the engine renders them",
-        "the same token ids",
-        f"{different} of {total} differ",
-        ok=different == 0,
-    )
+    name, found = "prompts as the engine renders them", f"{different} of {total} differ"
+    return Check(name, "the same token ids", found, ok=different == 0)
 
 
 def probes_check(probes: Tokens, prompts: Tokens) -> Check:
@@ -162,9 +145,5 @@ def probes_check(probes: Tokens, prompts: Tokens) -> Check:
     """
     pairs = [[(list(probe), list(prompt)) for prompt in prompts if prompt] for probe in probes]
     known = sum(any(probe[: len(p)] == p[: len(probe)] for probe, p in each) for each in pairs)
-    return Check(
-        "prompts as training rendered them",
-        "the beginning of every probe",
-        f"{known} of {len(probes)}",
-        ok=known == len(probes),
-    )
+    name, found = "prompts as training rendered them", f"{known} of {len(probes)}"
+    return Check(name, "the beginning of every probe", found, ok=known == len(probes))

@@ -45,25 +45,19 @@ class Tools:
     function_s: float = 0.0  # seconds for a call of the user's `eval.function`
 
 
-@dataclass(frozen=True)
-class Setup:
+@dataclass(frozen=True, kw_only=True)
+class Setup(Tools):
     """Arguments of one smoke test beside its models and prompts."""
 
     out: Path  # folder of its report
     settings: Smoke
     profile: DriftLimit
-    tools: Tools
     log: Log
-
-    @property
-    def scorer(self) -> ReferenceScorer:
-        """The transformers reference."""
-        return self.tools.scorer
 
     @property
     def logs(self) -> dict[str, Any]:
         """Arguments of child processes."""
-        return {"log": self.log, "log_path": self.tools.log_path}
+        return {"log": self.log, "log_path": self.log_path}
 
 
 @dataclass(frozen=True)

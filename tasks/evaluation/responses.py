@@ -134,7 +134,7 @@ def _judged(
         for row, prompt, ids, stopped, text in each
     ]
     reference, setup = FunctionReference.of(measure.function, EVAL), measured.setup
-    log_path, limit = setup.tools.log_path.with_name("eval.log"), setup.tools.function_s
+    log_path, limit = setup.log_path.with_name("eval.log"), setup.function_s
     child = Function(reference, timeout_s=limit, log=setup.log, log_path=log_path)
     with closing(child) as function:
         return function(arguments)

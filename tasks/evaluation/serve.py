@@ -104,7 +104,7 @@ def _run(jobs: Sequence[Job], setup: Setup) -> list[dict[str, Any]]:
     """Run jobs in a temporary folder inside `out`; a fingerprint that one takes goes into `out`."""
     with tempfile.TemporaryDirectory(dir=setup.out, prefix=".vllm-") as work:
         placed = [replace(job, out=f"{work}/{number}") for number, job in enumerate(jobs)]
-        results = setup.tools.vllm.run(placed, setup.settings, **setup.logs)
+        results = setup.vllm.run(placed, setup.settings, **setup.logs)
         for job in placed:
             if job.reference is not None:
                 (Path(job.out) / FINGERPRINT).rename(setup.out / FINGERPRINT)

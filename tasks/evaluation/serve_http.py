@@ -91,7 +91,7 @@ def _server_of(model: ModelRef, question: Question, setup: Setup) -> Iterator[Se
         )  # fmt: skip
     else:
         port = http_server.free_port()
-        argv = serve_command(file, find_programs(setup.tools.llama_cpp).server)
+        argv = serve_command(file, find_programs(setup.llama_cpp).server)
         argv += ["--host", http_server.HOST, "--port", str(port), "--alias", NAME]
         argv += ["--parallel", str(_SLOTS), "--ctx-size", str(_SLOTS * length)]
         if settings.threads:

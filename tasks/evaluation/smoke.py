@@ -47,7 +47,7 @@ def measure(question: Question, setup: Setup) -> Measured:
 
     Raises StageProcessError if the engine did not start or crashed.
     """
-    reference, settings, tools = Fingerprint.load(question.reference), setup.settings, setup.tools
+    reference, settings = Fingerprint.load(question.reference), setup.settings
     model, is_engine = question.served.model, settings.engine != "transformers"
     if not is_engine:
         served = serve_with_transformers(question, setup)
@@ -62,10 +62,10 @@ def measure(question: Question, setup: Setup) -> Measured:
         appeared_at, in_engine = who_moved(question, setup)
     drifted = located(
         checks.drift_check(moved, limit, appeared_at),
-        model if in_engine else tools.before,
+        model if in_engine else setup.before,
         model,
         reference.probes,
-        tools.explain,
+        setup.explain,
         engine="vllm" if in_engine else "transformers",  # never blamed itself
     )
     verdicts = [drifted, *share_checks(question.reference, served.fingerprint, limit)]

@@ -68,8 +68,7 @@ class Source:
 def mix(sources: Sequence[Source], *, seed: int, stopping: str) -> Iterator[Row]:
     """Yield the rows of all sources, of which all have a probability or none.
 
-    Raises:
-        DataError: a source with a probability has no rows.
+    Raises DataError if a source with a probability has no rows.
     """
     if sources[0].probability is None:
         for number, source in enumerate(sources):
@@ -111,8 +110,7 @@ def wrong_probabilities(probabilities: Sequence[float | None]) -> str:
 def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
     """Yield the rows of a file, or of a split of a `datasets` id (kind `hub`).
 
-    Raises:
-        DataError: the file or id cannot be read.
+    Raises DataError if the file or id cannot be read.
     """
     if kind == HUB:
         yield from _hub_rows(source, split=split)
@@ -134,12 +132,10 @@ def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
     if file.is_file():
         return file
     if file.is_dir():
-        inside = sorted(entry.name for entry in file.iterdir())[:10]
-        raise DataError(
-            f"{key}={path} is a folder, a file is needed",
-            details=[f"it holds {entry}" for entry in inside],
-            hint=typed(key, file / (inside[0] if inside else "train.jsonl")),
+        hint = typed(
+            key, file / next(iter(sorted(entry.name for entry in file.iterdir())), "<file>")
         )
+        raise DataError(f"{key}={path} is a folder, a file is needed", hint=hint)
     beside = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
     near = difflib.get_close_matches(file.name, beside, n=3)
     raise DataError(
@@ -166,7 +162,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 problem = _not_utf8(error)
             except (ValueError, RecursionError) as error:
                 problem = f"invalid JSON: {error}"
-            yield _row(f"{path.name}:{number}", values, problem)
+            yield _object(f"{path.name}:{number}", values, problem)
 
 
 def _json_array(path: Path) -> Iterator[Row]:
@@ -178,13 +174,13 @@ def _json_array(path: Path) -> Iterator[Row]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: invalid JSON: {error}") from error
     for number, values in enumerate(rows, start=1):
-        yield _row(f"{path.name}:row {number}", values)
+        yield _object(f"{path.name}:row {number}", values)
 
 
-def _row(place: str, values: Any, problem: str = "") -> Row:
-    if not isinstance(values, dict):
-        return Row(place, {}, f"a JSON object is needed, found {kind_of(values)}")
-    return Row(place, values, problem)
+def _object(place: str, values: Any, problem: str = "") -> Row:
+    if isinstance(values, dict):
+        return Row(place, values, problem)
+    return Row(place, {}, f"a JSON object is needed, found {kind_of(values)}")
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from tasks.config.checks.context import Context, installed
 from tasks.config.checks.machine import shareable
@@ -25,6 +24,8 @@ from tasks.rl.user_code import ENVIRONMENT, REWARD, FunctionReference
 from tasks.training.model.families import experts_of
 
 SOURCES = ("model", "function", "url")
+_SERVER = re.compile(r"https?://[^/@?#]+/?")
+_LOOPBACK = re.compile(r"https?://(localhost|127\.|\[::1\])")
 
 
 def problems(context: Context) -> Iterator[Finding]:
@@ -38,7 +39,7 @@ def problems(context: Context) -> Iterator[Finding]:
         yield Finding("reward", "no source", "responses need a reward", override)
     yield from function(reward["function"], REWARD)
     yield from function(rl["environment"], ENVIRONMENT)
-    if reward["url"] and not _host(reward["url"]):
+    if reward["url"] and not re.match(r"https?://[^/]", reward["url"]):
         example = "reward.url=http://<host>:<port>/<path>"
         yield Finding("reward.url", redact(reward["url"]), "http or https, and a host", example)
     yield from algorithms.findings(context.objective, read_section(Loop, rl, "rl"))
@@ -176,36 +177,16 @@ def _addresses(rollout: Mapping[str, Any]) -> Iterator[Finding]:
     The ranks ask the servers whether they can sample from the policy.
     """
     for url in rollout["urls"]:
-        login = "@" in url
-        if login or not _host(url) or urlsplit(url).path.strip("/"):
+        if not _SERVER.fullmatch(url):
             allowed = "http or https, a host and a port, without a path (no /v1) and a login"
             override = "rollout.urls=[http://<host>:8000]"
-            override += ", and export PLUMBLINE_API_KEY=<key>" if login else ""
+            override += ", and export PLUMBLINE_API_KEY=<key>" if "@" in url else ""
             yield Finding("rollout.urls", redact(url), allowed, override)
-    folder = rollout["sync_dir"]
-    away = any(not _is_loopback(_host(url)) for url in rollout["urls"])
+    folder, away = rollout["sync_dir"], not all(map(_LOOPBACK.match, rollout["urls"]))
     if (away and not folder) or not Path(folder or "/").expanduser().is_absolute():
         allowed = "servers on other machines read new weights from a folder that all can see"
         override = "rollout.sync_dir=/<folder that all machines mount>"
         yield Finding("rollout.sync_dir", str(folder), allowed, override)
-
-
-def _host(url: str) -> str:
-    """Return the host of a URL of HTTP; empty if it is none."""
-    try:
-        parts = urlsplit(url)
-        return (
-            (parts.hostname or "") if parts.scheme in ("http", "https") and parts.port != 0 else ""
-        )
-    except ValueError:  # brackets, ports
-        return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host in ("localhost", "")
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -133,7 +133,7 @@ class DataSource(Section):
     """One of several sources; null: as in section `data`."""
 
     path: str  # file, or `datasets` id for kind hub
-    kind: DataKind | None = None
+    kind: Literal["jsonl", "csv", "parquet", "hub"] | None = None
     split: str | None = None  # kind hub
     probability: float | None = None  # of a row to come from here; for all sources or for none
     max_samples: Count | None = None  # rows read in one pass, at most

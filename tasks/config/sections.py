@@ -65,7 +65,6 @@ Offload = Literal["none", "cpu"]
 KlIn = Literal["reward", "loss"]
 KlEstimator = Literal["k1", "k2", "k3"]
 Correction = Literal["none", "tis", "icepop", "sequence_mask"]
-MergeBase = Literal["auto", "dequantized", "original"]
 Rounding = Literal["unbiased", "nearest"]
 Engine = Literal["vllm", "server"]
 """`server`: vLLM servers over HTTP."""
@@ -375,9 +374,7 @@ class Rl(Section):
     kl_limit: Positive | None = None  # KL from the reference that ends training, nats per token
     whiten: bool = COMPUTED  # normalise the advantages of an iteration: mean 0, deviation 1
     entropy_coef: NonNegative = 0.0  # weight of the entropy bonus
-    critic: Literal["shared", "separate"] = (
-        "shared"  # ppo; shared: an adapter on the policy's trunk
-    )
+    critic: Literal["shared", "separate"] = "shared"  # ppo; shared: an adapter on the policy
     critic_lr: Rate | None = None  # null: train.lr
     critic_warmup: Natural = COMPUTED  # iterations in which only the critic learns, unclipped
     value_clip: Positive | None = 0.2  # clip range of the critic's update; null: none
@@ -431,7 +428,7 @@ class Reward(Section):
 class Merge(Section):
     """Merging an adapter into its base weights."""
 
-    base: MergeBase = "auto"  # base to merge into; auto: dequantized for QLoRA, else original
+    base: Literal["auto", "dequantized", "original"] = "auto"  # auto: as the adapter was trained
     rounding: Rounding = "unbiased"  # nearest: as other tools; loses updates below half a step
 
 
@@ -574,11 +571,9 @@ class Rlhf(Section):
 
 
 @dataclass(frozen=True)
-class DeliverMerge(Section):
-    """The base that an adapter is merged into."""
+class DeliverMerge(Merge):
+    """Merging an adapter into its base weights."""
 
-    base: MergeBase = "auto"  # base to merge into; auto: by what the trainer recorded
-    rounding: Rounding = "unbiased"  # nearest: as other tools; loses updates below half a step
     quant_type: QuantType = "nf4"  # base=dequantized: code book, if training left no record
     double_quant: bool = True  # base=dequantized: block scales in 8 bits, likewise
 
@@ -587,9 +582,7 @@ class DeliverMerge(Section):
 class DeliverSmoke(Served):
     """The test of the served model."""
 
-    engine: SmokeEngine | Literal["none"] = (
-        "vllm"  # server: `vllm serve`, over HTTP; none: no test, no Prefect
-    )
+    engine: Literal["vllm", "server", "transformers", "none"] = "vllm"  # none: no test, no Prefect
     probes: Count = 32  # texts that the fingerprints are taken on
     texts: str | None = None  # file, one text per line; null: built-in ones
     profile: Profile = "standard"  # drift limits

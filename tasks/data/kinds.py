@@ -30,6 +30,7 @@ from tasks.data.messages import (
     Message,
     Unusable,
     conversation,
+    filled,
     has_text,
     kind_of,
     messages_of,
@@ -75,10 +76,7 @@ def document(values: Mapping[str, Any], columns: Columns) -> Payload:
     """Return `{"text"}`: a raw text, unchanged, as in pre-training. Training adds EOS."""
     if columns.text is None or columns.text not in values:
         raise Unusable(f"no {columns.text!r}, the column of the text")
-    text = sound(values[columns.text], repr(columns.text))
-    if not text.strip():
-        raise Unusable(f"{columns.text!r} is empty: there is nothing to learn")
-    return {"text": text}
+    return {"text": filled(values[columns.text], columns.text)}
 
 
 def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
@@ -135,7 +133,9 @@ def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     if prompt and prompt[0]["role"] != "system":
         prompt = [*system_message(values, columns), *prompt]
     for name, turns in ((columns.chosen, chosen), (columns.rejected, rejected)):
-        _require_answer(prompt, turns, name)
+        require_turns([*prompt, *turns])
+        if not turns or {turns[0]["role"], turns[-1]["role"]} != {"assistant"}:
+            raise Unusable(f"{name!r} must begin and end with an answer after the prompt")
     row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     row |= tools_of(values)
     if columns.margin is not None:
@@ -172,7 +172,7 @@ def _answer(values: Mapping[str, Any], key: str, prompt: list[Message] | None) -
     """Return the messages after `prompt`; the whole conversation if the prompt is not known."""
     raw = values[key]
     if isinstance(raw, str):
-        text = sound(raw, repr(key))
+        text = filled(raw, key)
         turns = transcript(text)
         if turns is None and prompt is None:
             raise Unusable(f"{key!r} is a text, and there is no prompt to go with it")
@@ -199,17 +199,6 @@ def _parting(chosen: list[Message], rejected: list[Message]) -> int:
         at = f"message {same + 1}"
         raise Unusable(f"the two conversations differ first at {at}, which is not an answer")
     return same
-
-
-def _require_answer(prompt: list[Message], turns: list[Message], key: str) -> None:
-    if not turns:
-        raise Unusable(f"{key!r} has no answer after the prompt")
-    require_turns([*prompt, *turns])
-    if turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
-        raise Unusable(f"{key!r} must begin and end with an answer after the prompt")
-    answers = [m for m in turns if m["role"] == "assistant"]
-    if not all(m.get("tool_calls") or m["content"].strip() for m in answers):
-        raise Unusable(f"{key!r} is empty: there is no answer to learn")
 
 
 def _number(values: Mapping[str, Any], key: str) -> float:

@@ -139,6 +139,13 @@ def sound(value: object, what: str) -> str:
     return value
 
 
+def filled(value: object, key: str) -> str:
+    """Return the text of column `key`, which is not blank."""
+    if not sound(value, repr(key)).strip():
+        raise Unusable(f"{key!r} is empty: there is nothing to learn")
+    return str(value)
+
+
 def messages_of(raw: object, key: str) -> list[Message]:
     """Return a list of one or more checked messages; `key` is the name of the column."""
     if not isinstance(raw, list):
@@ -198,9 +205,7 @@ def turns_of(
         messages = messages or [{"role": "user", "content": sound(raw, repr(columns.prompt))}]
         response = values.get(columns.response)
         if answered or has_text(response):
-            text = sound(response, repr(columns.response))
-            if not text.strip():
-                raise Unusable(f"{columns.response!r} is empty: there is no answer to learn")
+            text = filled(response, columns.response)
             messages.append({"role": "assistant", "content": text})
     require_turns(messages)
     if columns.system is not None and messages[0]["role"] != "system":

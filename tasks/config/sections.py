@@ -201,7 +201,7 @@ class Loss(Section):
 
 @dataclass(frozen=True)
 class Training(Section):
-    """What is trained: the objective, its passes, and how often a step is logged and saved."""
+    """The objective and its passes, and how often a step is logged and saved."""
 
     objective: Objective = "sft"  # what training optimises
     loss: Loss = field(default_factory=Loss)

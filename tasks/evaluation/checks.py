@@ -116,25 +116,25 @@ def stop_check(stopped: Sequence[bool], least: float) -> Check:
     The base's share is no measure: before SFT it knows no end of a turn.
     """
     count, total = sum(stopped), len(stopped)
-    expected, found = f">= {least:.0%}, within the sample's error", f"{count} of {total}"
+    expected, counted = f">= {least:.0%}, within the sample's error", f"{count} of {total}"
     ok = share_interval(count / total, total)[1] >= least
-    return Check("answers that stop", expected, found, ok=ok)
+    return Check("answers that stop", expected, counted, ok=ok)
 
 
 def degenerate_check(tokens: Tokens, most: float, before: Tokens) -> Check:
     """Check that no more responses loop than a share `most`, or than before training."""
     caught = [number for number, response in enumerate(tokens) if is_degenerate(response)]
     allowed = max(most, sum(map(is_degenerate, before)) / len(before))
-    found = f"{len(caught)} of {len(tokens)}" + (f", first prompt {caught[0]}" if caught else "")
+    counted = f"{len(caught)} of {len(tokens)}" + (f", first prompt {caught[0]}" if caught else "")
     ok = share_interval(len(caught) / len(tokens), len(tokens))[0] <= allowed
     expected = f"<= {allowed:.0%}, within the sample's error"
-    return Check("answers caught in a loop", expected, found, ok=ok)
+    return Check("answers caught in a loop", expected, counted, ok=ok)
 
 
 def template_check(different: int, total: int) -> Check:
     """Check that the engine's tokenizer and chat template render the prompts that we measured."""
-    name, found = "prompts as the engine renders them", f"{different} of {total} differ"
-    return Check(name, "the same token ids", found, ok=different == 0)
+    name, counted = "prompts as the engine renders them", f"{different} of {total} differ"
+    return Check(name, "the same token ids", counted, ok=different == 0)
 
 
 def probes_check(probes: Tokens, prompts: Tokens) -> Check:
@@ -145,5 +145,5 @@ def probes_check(probes: Tokens, prompts: Tokens) -> Check:
     """
     pairs = [[(list(probe), list(prompt)) for prompt in prompts if prompt] for probe in probes]
     known = sum(any(probe[: len(p)] == p[: len(probe)] for probe, p in each) for each in pairs)
-    name, found = "prompts as training rendered them", f"{known} of {len(probes)}"
-    return Check(name, "the beginning of every probe", found, ok=known == len(probes))
+    name, counted = "prompts as training rendered them", f"{known} of {len(probes)}"
+    return Check(name, "the beginning of every probe", counted, ok=known == len(probes))

@@ -201,11 +201,13 @@ def build_dataset(
     for name, split in splits.items():
         if not split.counts["kept"]:
             names = ", ".join(reading.source.name for reading in everything)
-            counts = ", ".join(f"{count} {how}" for how, count in split.counts.items() if count)
+            counts = f"{split.counts['read']} rows read, {split.counts['refused']} refused"
+            if split.counts["overlapping"]:
+                counts += f", {split.counts['overlapping']} also held out"
             hint = "data.path=<file with rows>"
             if name == HELD_OUT:
                 hint = "data.eval_path=<file with rows>, or at least two different conversations"
-            problem = f"{names}: the {name} split is empty: rows: {counts or '0 read'}"
+            problem = f"{names}: the {name} split is empty: {counts}"
             raise EmptySplitError(problem, details=bad, hint=hint)
     if bad:
         log.warning("%d rows refused, counted and left out:", refused)

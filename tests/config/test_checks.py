@@ -21,6 +21,7 @@ from tasks.config.checks.release import quantizing
 from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
 from tests.machines import with_gpus, with_installed
+from tests.weights.making import near_nf4
 
 SIZES = st.integers(1, 64)
 GIB = machine.GIB
@@ -81,6 +82,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
      ["smoke.max_model_len=600", "train.max_len=512"]),
     ("sft_qlora", {"force": ["train", "trian"]}, ["force=[train]"]),
     ("sft_qlora", {"convert.max_shard_size": "5 parsecs"}, ["convert.max_shard_size"]),
+    ("sft_qlora", {"train.resume": "/no/such/folder"}, ["train.resume=auto"]),
     ("sft_qlora", {"train.best_metric": "accuracy"}, ["train.best_metric=loss"]),
     ("sft_qlora", {"train.keep": "best", "train.early_stop_patience": 3},
      ["train.keep", "train.early_stop_patience"]),
@@ -164,6 +166,14 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     assert finding.override == "smoke.engine=transformers"
 
 
+def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
+    folder = near_nf4(tmp_path / "merged", 0.01)
+    (folder / "config.json").write_text("{}")
+    (finding,) = model.merged(folder)
+    assert "model.layers.0.mlp.up_proj.weight" in finding.found
+    assert finding.override.startswith("peft=lora")
+
+
 def test_models_that_cannot_be_quantised() -> None:
     w8a8 = {"quantize": "w8a8"}
     for config in (
@@ -193,6 +203,17 @@ def test_started_servers_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     changes = {"rollout.engine": "server", "rollout.servers": 2, "rollout.tensor_parallel": 2}
     context = Context(settings("grpo", {**changes, "train.nproc": 2}), model.TOY, Path("/"))
     assert "rollout.servers" in {finding.what for finding in online.problems(context)}
+
+
+def test_data_files_that_do_not_exist_are_named_together(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    wrong = {"model.kind": "hf", "model.path": "a/b", "data.kind": "jsonl",
+             "data.path": str(tmp_path / "row.jsonl"), "data.chat_template": "/none.jinja",
+             "data.eval_path": str(tmp_path)}  # fmt: skip
+    problems = {finding.what: finding for finding in reported("sft_full", wrong)}
+    assert set(problems) == {"data.path", "data.chat_template", "data.eval_path"}
+    assert problems["data.path"].override == f"data.path={rows}"
 
 
 def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:

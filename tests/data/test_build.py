@@ -57,6 +57,14 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
+def test_training_rows_that_are_held_out_are_left_out_and_counted(tmp_path: Path) -> None:
+    apart = source_of([pair(2)], "y")
+    account = build(tmp_path, source_of([pair(1), pair(2), pair(2)]), held_out=apart)
+    assert questions(tmp_path, "train") == ["question 1"]
+    assert account["splits"]["train"]["overlapping"] == 2
+    assert account["splits"]["heldout"]["kept"] == 1
+
+
 def test_bad_rows_are_all_listed_or_counted(tmp_path: Path) -> None:
     rows = source_of([pair(1), *[{"prompt": "x", "response": ""}] * 25, pair(2)])
     with pytest.raises(DataError) as caught:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tasks.config.checks.context import Context
 from tasks.core.errors import DataError, EmptySplitError
 from tasks.core.finding import Finding
-from tasks.data.readers import FILE_KINDS
+from tasks.data.readers import FILE_KINDS, existing_file
 from tasks.delivery.examination import base_errors
 from tasks.prepare import data_settings, prepare_data, source_identity
 
@@ -27,8 +28,10 @@ def problems(context: Context) -> Iterator[Finding]:
     folder = Path(model["path"] or "").expanduser()
     if model["path"] and context.known.config and folder.is_dir():
         yield from _base(folder, str(source_identity(**model)))
+    missing = list(_missing(data)) if data["kind"] != "toy" else []
+    yield from missing
     kinds = {source["kind"] or data["kind"] for source in data["sources"]} or {data["kind"]}
-    if not kinds <= set(FILE_KINDS):
+    if missing or not kinds <= set(FILE_KINDS):
         return
     arguments = data_settings(context.settings)
     first = {**arguments, "max_samples": min(PEEK, arguments["max_samples"] or PEEK)}
@@ -41,6 +44,25 @@ def problems(context: Context) -> Iterator[Finding]:
         except DataError as error:
             allowed = error.details[0] if error.details else "rows that can be read"
             yield Finding("data", error.message, allowed, error.hint or "data.path=<file>")
+
+
+def _missing(data: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield every data file that does not exist, with the name of a similar one."""
+    needed = "name" if data["kind"] == "hub" else "path"
+    if not (data[needed] or data["sources"]):
+        yield Finding(f"data.{needed}", "nothing", "has to be set", f"data.{needed}=<{needed}>")
+    files = {f"data.{key}": data[key] for key in ("eval_path", "chat_template")}
+    sources = {f"data.sources[{n}].path": each for n, each in enumerate(data["sources"])}
+    for key, source in (sources or {"data.path": {**data, "kind": None}}).items():
+        if (source["kind"] or data["kind"]) in FILE_KINDS:
+            files[key] = source["path"]
+    for key, path in files.items():
+        try:
+            if path:
+                existing_file(path, key=key)
+        except DataError as error:
+            value = error.message.removeprefix(f"{key}=")
+            yield Finding(key, value, "a readable file", error.hint)
 
 
 @cache  # the steps of a chain begin with the same base

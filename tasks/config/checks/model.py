@@ -6,6 +6,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from tasks.training.model.families import (
 )
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, foreign_entries, model_files
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora_config import ALL_LINEAR
 from tasks.weights.quantized.config_fields import stored
+from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
 
 BLOCK = 64
 """Weights that share a scale in bitsandbytes' 4-bit formats."""
@@ -227,3 +230,17 @@ def _adapter(context: Context) -> Iterator[Finding]:
         # use other weights than the base and the served model.
         allowed = f"on a CPU bitsandbytes needs multiples of {BLOCK}: other rows get wrong scales"
         yield Finding("peft.kind", f"qlora, and {', '.join(odd)}", allowed, "peft=lora")
+    if peft["kind"] == "qlora":
+        yield from merged(Path(settings["model"]["path"] or "").expanduser())
+
+
+def merged(folder: Path) -> Iterator[Finding]:
+    """Refuse QLoRA on a merged QLoRA model: quantising it again would undo that training.
+
+    Other checks report a folder that cannot be read.
+    """
+    if (folder / CONFIG).is_file():
+        with suppress(ArtifactError):
+            if lost := lost_in_4_bits(read_checkpoint(folder)):
+                value = f"a merged QLoRA model: {lost}"
+                yield Finding("model.path", value, LOST_ALLOWED, LOST_OVERRIDE)

@@ -11,6 +11,7 @@ from tasks.config.sections import Optim
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.data.kinds import TEXTS, names_texts
+from tasks.training.engine.checkpoint import named
 from tasks.training.selection import direction
 from tasks.weights.write import parse_size
 
@@ -80,6 +81,11 @@ def problems(context: Context) -> Iterator[Finding]:
     except ConfigError as error:
         allowed = f"train.objective={objective} does not measure it"
         yield Finding("train.best_metric", train["best_metric"], allowed, error.hint)
+    try:
+        if train["resume"] not in ("auto", "never"):
+            named(train["resume"], context.runs / "checkpoints")
+    except ConfigError as error:
+        yield Finding("train.resume", error.message, error.hint, "train.resume=auto")
     try:
         parse_size(settings["convert"]["max_shard_size"])
     except ConfigError as error:

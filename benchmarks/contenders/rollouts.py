@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,11 +138,12 @@ def _say_useful(made: Sequence[int], wanted: Sequence[int], seconds: float) -> N
 
 def adapter(ask: Ask) -> None:
     """Sync the policy's adapter to vLLM as training does, with all checks."""
-    from tasks.rl.setup import open_engine
+    from tasks.rl.rollout.in_rank import VllmEngine
+    from tasks.rl.rollout.policy import Policy
 
     engine, job, ranks, how = _policy(ask)
-    probes = [[1, 2, 3]]
-    with open_engine(job, how, ranks, engine=engine, ends=[1], probes=probes) as answering:
+    policy = Policy(engine, job, ranks)
+    with closing(VllmEngine(policy, how, ends=(1,), probes=[[1, 2, 3]])) as answering:
         spent = []
         for _ in range(ask.times + 1):
             began = time.perf_counter()

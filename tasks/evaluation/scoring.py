@@ -162,9 +162,7 @@ class ReferenceScorer:
 
         Greedily, or sampled at the temperature: the same prompts give the same responses.
         """
-        if temperature:
-            return self.perform(requests.sample, model, prompts, most, temperature, stops)
-        return self.perform(requests.greedy, model, prompts, most, stops)
+        return self.perform(requests.generate, model, prompts, most, stops, temperature)
 
     def token_logprobs(
         self, model: ModelRef, prompts: Tokens, responses: Tokens

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from tasks.rl.environment import NAME, Episodes
-from tasks.rl.experience import gather_responses
 from tasks.rl.metrics import Clock, groups_without_signal
 from tasks.rl.prompts import PromptOrder, request_seed
-from tasks.rl.responses import Prompt, Request, Response, ScoredResponse
+from tasks.rl.responses import Prompt, Request, Response
 from tasks.rl.rewards import Rewards
 from tasks.rl.rollout.engine import Engine
 from tasks.training.engine.deepspeed_engine import Ranks
+
+_UNSENT = Prompt({}, np.zeros(0, np.int32))
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Collector:
 
     def collect(
         self, iteration: int, prompt_order: PromptOrder, start: int, samples: int, clock: Clock
-    ) -> tuple[list[ScoredResponse], int]:
+    ) -> tuple[list[Response], int]:
         """Return the responses to one iteration's prompts by group, and the next prompt's position.
 
         A group is all responses to one prompt. If their rewards are equal, the group has no signal.
@@ -47,7 +50,11 @@ class Collector:
             numbers = prompt_order.numbers(start + used, len(no_signal))
             fresh = self.sample(numbers, iteration, samples, clock, first=used)
             used += len(no_signal)
-            collected = _refilled(collected, no_signal, fresh)
+            useful = sorted({r.group for r in fresh} - set(groups_without_signal(fresh)))
+            moves = dict(zip(useful, no_signal, strict=False))
+            collected = [r for r in collected if r.group not in moves.values()]
+            collected += [replace(r, group=moves[r.group]) for r in fresh if r.group in moves]
+            collected.sort(key=lambda response: response.group)
         return collected, start + used
 
     def sample(
@@ -59,8 +66,8 @@ class Collector:
         *,
         first: int = 0,
         greedy: bool = False,
-    ) -> list[ScoredResponse]:
-        """Return `samples` responses to each of these prompts, from all ranks.
+    ) -> list[Response]:
+        """Return `samples` responses to each of these prompts, from all ranks, by group.
 
         Group g holds the responses to prompt `numbers[g]`. It is sampled with the seed of number
         `first` + g of the iteration (0: an evaluation), so a prompt that occurs twice gets
@@ -70,18 +77,19 @@ class Collector:
         prompts = [self.prompts[numbers[g]] for g in groups]
         requests = self.requests(numbers, iteration, samples, first=first)
         by_request = self._respond(requests, prompts, clock, greedy)
-        owned = [(g, r) for g, some in zip(groups, by_request, strict=True) for r in some]
+        mine = [replace(r, group=g) for g, of in zip(groups, by_request, strict=True) for r in of]
         with clock.phase("score"):
-            totals, parts = self.rewards.score([response for _, response in owned])
-        mine = []
-        for i, (g, response) in enumerate(owned):
-            own = {name: float(values[i]) for name, values in parts.items()}
-            total = float(totals[i])
+            mine = self.rewards.score(mine)
+        for i, response in enumerate(mine):
             if response.turns:
                 played = sum(turn.reward for turn in response.turns)
-                total, own = total + played, {NAME: played, **own}
-            mine.append((numbers[g], ScoredResponse(response, g, total, own)))
-        return gather_responses(self.ranks, mine, self.prompts)
+                parts = {NAME: played, **response.parts}
+                mine[i] = replace(response, reward=response.reward + played, parts=parts)
+        # Prompts are not sent: all ranks have them.
+        sent = [replace(response, prompt=_UNSENT) for response in mine]
+        everyone = [response for part in self.ranks.all_objects(sent) for response in part]
+        everyone = [replace(r, prompt=self.prompts[numbers[r.group]]) for r in everyone]
+        return sorted(everyone, key=lambda response: response.group)
 
     def requests(
         self, numbers: Sequence[int], iteration: int, samples: int, *, first: int = 0
@@ -106,18 +114,3 @@ class Collector:
             [Response(prompt, g, decode(g.ids, skip_special_tokens=True)) for g in some]
             for prompt, some in zip(prompts, generated, strict=True)
         ]
-
-
-def _refilled(
-    collected: Sequence[ScoredResponse], no_signal: Sequence[int], fresh: Sequence[ScoredResponse]
-) -> list[ScoredResponse]:
-    """Replace groups without signal by groups of `fresh` that have one, in order."""
-    useful = sorted({response.group for response in fresh} - set(groups_without_signal(fresh)))
-    new_group = dict(zip(useful, no_signal, strict=False))
-    kept = [response for response in collected if response.group not in new_group.values()]
-    moved = [
-        replace(response, group=new_group[response.group])
-        for response in fresh
-        if response.group in new_group
-    ]
-    return sorted([*kept, *moved], key=lambda response: response.group)

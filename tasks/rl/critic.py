@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,17 +44,13 @@ class ValueModel(nn.Module):
         return self.value_head(states_NH)[:, 0].float()
 
 
+@dataclass(frozen=True)
 class Critic:
-    """The DeepSpeed engine of a critic, around a `ValueModel`.
+    """The DeepSpeed engine of a critic, around a `ValueModel`."""
 
-    The learning rate of `optim` follows the policy's schedule to its own peak. `policy` is the
-    policy's module if the two share a trunk, else None.
-    """
-
-    def __init__(self, engine: Any, optim: Optim, policy: Any | None = None) -> None:
-        self.engine = engine
-        self.optim = optim
-        self._policy = policy
+    engine: Any
+    optim: Optim  # its learning rate follows the policy's schedule to its own peak
+    policy: Any | None = None  # the policy's module if the two share a trunk
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:
@@ -63,14 +59,14 @@ class Critic:
         Run forward and backward passes inside, since gradient checkpointing recomputes the forward
         pass during backward.
         """
-        if self._policy is None:
+        if self.policy is None:
             yield self.engine
             return
-        self._policy.set_adapter(CRITIC)
+        self.policy.set_adapter(CRITIC)
         try:
             yield self.engine
         finally:
-            self._policy.set_adapter(ADAPTER)
+            self.policy.set_adapter(ADAPTER)
 
 
 def start_critic(

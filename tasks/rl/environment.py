@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -43,12 +44,8 @@ REPLIES = ("ok-reply", "<think>\nhm\n</think>\n\nok-reply")
 FIRST, SECOND = "first-observation", "second-observation"
 
 
-class Outcome(NamedTuple):
-    """The three values that `step` returns."""
-
-    observation: str | None  # None only if the episode is done
-    reward: float
-    done: bool
+Outcome = tuple[str | None, float, bool]
+"""Observation (None only if the episode is done), reward, and True if the episode is done."""
 
 
 class EnvironmentProcess(UserCode):
@@ -67,38 +64,33 @@ class EnvironmentProcess(UserCode):
             key: {**prompt.row, "prompt": prompt.messages, "seed": seeds[key]}
             for key, prompt in prompts.items()
         }
-        for key, value in self._ask("reset", offered).items():
+        place = partial(self._place, "reset", {})
+        for key, value in self.ask("reset", offered, place).items():
             if value is not None:
                 hint = "reset returns None: the first message is the prompt of the data"
-                place = self._place("reset", key)
-                raise self.failure(f"returned {shortened(value)}", place, hint=hint)
+                raise self.failure(f"returned {shortened(value)}", place(key), hint=hint)
 
     def step(self, texts: Mapping[str, str]) -> dict[str, Outcome]:
         """Give responses to their environments."""
-        outcomes = {}
-        for key, value in self._ask("step", texts).items():
+        outcomes, place = dict[str, Outcome](), partial(self._place, "step", texts)
+        for key, value in self.ask("step", texts, place).items():
             match value:
                 case [str() | None as text, reward, bool(done)] if is_finite_number(reward) and (
                     text is not None or done
                 ):
-                    outcomes[key] = Outcome(text, float(reward), done)
+                    outcomes[key] = text, float(reward), done
                 case _:
                     hint = "return observation (None only if done), reward, done (True or False)"
-                    place = self._place("step", key, texts[key])
-                    raise self.failure(f"returned {shortened(value)}", place, hint=hint)
+                    raise self.failure(f"returned {shortened(value)}", place(key), hint=hint)
         return outcomes
 
     def end(self) -> None:
         """Close the environments of all episodes."""
-        self._ask("close", dict.fromkeys(self._prompts))
+        self.ask("close", dict.fromkeys(self._prompts), partial(self._place, "close", {}))
 
-    def _ask(self, method: str, calls: Mapping[str, Any]) -> dict[str, Any]:
-        texts = calls if method == "step" else {}
-        return self.ask(method, calls, lambda key: self._place(method, key, texts.get(key)))
-
-    def _place(self, method: str, key: str, response: str | None = None) -> Place:
+    def _place(self, method: str, texts: Mapping[str, str], key: str) -> Place:
         prompt = self._prompts[key]
-        return f"in {method} for {describe(prompt)}", error_details(prompt, response)
+        return f"in {method} for {describe(prompt)}", error_details(prompt, texts.get(key))
 
 
 @dataclass(frozen=True)
@@ -165,29 +157,19 @@ class _Episode:
     turns: list[Turn] = field(default_factory=list)
     done: bool = False  # True if the environment ended it
 
-    @property
-    def room(self) -> int:
-        """Tokens that may still be sampled or observed."""
-        return self.budget - (len(self.context) - len(self.prompt.ids))
-
     def next_request(self) -> Request:
         """Return the request for the next response, with a seed of its own."""
         seed = request_seed(self.request.seed, len(self.turns), self.number)
-        return Request(self.context, 1, seed, self.room)
-
-    def take(self, generated: Generated, text: str) -> None:
-        """Append a response."""
-        self.generated.append(generated)
-        self.turns.append(Turn(text, len(generated.ids), 0.0))
-        self.context = np.concatenate([self.context, generated.ids])
+        room = self.budget - (len(self.context) - len(self.prompt.ids))
+        return Request(self.context, 1, seed, room)
 
     def response(self) -> Response:
         """Return the finished episode."""
         generated = Generated(
-            np.concatenate([generated.ids for generated in self.generated]),
-            np.concatenate([generated.logprobs for generated in self.generated]),
+            np.concatenate([each.ids for each in self.generated]),
+            np.concatenate([each.logprobs for each in self.generated]),
             self.generated[-1].ended,
-            min(generated.version for generated in self.generated),
+            min(each.version for each in self.generated),
         )
         return Response(self.prompt, generated, self.turns[-1].text, tuple(self.turns), self.done)
 
@@ -244,22 +226,26 @@ class Episodes:
         """Give responses to the environment; return the episodes that go on."""
         for episode, generated in zip(running, sampled, strict=True):
             text = self.observations.tokenizer.decode(generated.ids, skip_special_tokens=True)
-            episode.take(generated, text)
+            episode.generated.append(generated)
+            episode.turns.append(Turn(text, len(generated.ids), 0.0))
+            episode.context = np.concatenate([episode.context, generated.ids])
         outcomes = self.environment.step({e.key: e.turns[-1].text for e in running})
-        return [e for e in running if self._observe(e, outcomes[e.key], last=last)]
+        return [e for e in running if self._observe(e, *outcomes[e.key], last=last)]
 
-    def _observe(self, episode: _Episode, outcome: Outcome, *, last: bool) -> bool:
+    def _observe(
+        self, episode: _Episode, observation: str | None, reward: float, done: bool, *, last: bool
+    ) -> bool:
         """Add the environment's answer to an episode; return True if another response follows."""
-        turn = replace(episode.turns[-1], reward=outcome.reward)
-        episode.turns[-1], episode.done = turn, outcome.done
-        if outcome.done or last or not episode.generated[-1].ended:
+        turn = replace(episode.turns[-1], reward=reward)
+        episode.turns[-1], episode.done = turn, done
+        if done or last or not episode.generated[-1].ended:
             return False
-        assert outcome.observation is not None
-        ids = self.observations.of(episode.prompt, outcome.observation)
-        if len(ids) >= episode.room:
+        assert observation is not None
+        ids = self.observations.of(episode.prompt, observation)
+        if len(ids) >= episode.budget - (len(episode.context) - len(episode.prompt.ids)):
             episode.generated[-1] = replace(episode.generated[-1], ended=False)
             return False
-        message = {"role": self.observations.role, "content": outcome.observation}
+        message = {"role": self.observations.role, "content": observation}
         episode.turns[-1] = replace(turn, observation=message, ids=ids)
         episode.context = np.concatenate([episode.context, ids])
         return True

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tasks.rl.responses import Prompt, ScoredResponse
+from tasks.rl.responses import Response
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import deal
 from tasks.training.tokens.packing import Row, pack
 
-_UNSENT = Prompt({}, np.zeros(0, np.int32))
 _PER_RESPONSE = ("lengths", "groups", "rewards", "truncated")
 _PER_TOKEN = ("sampled", "old", "reference", "values", "turn_rewards", "advantages", "returns")
 
@@ -47,7 +46,6 @@ class Experience:
     advantages: torch.Tensor | None = None  # (N,) once they are estimated
     returns: torch.Tensor | None = None  # (N,) the critic's targets; None without one
     kl_coef: float = 0.0  # weight of the KL to the reference in this iteration
-    scored: tuple[ScoredResponse, ...] = ()  # the responses and their rewards
     examples: Examples | None = None  # prompt and response as one sequence, sampled tokens marked
 
     def places(self, chosen: Sequence[int]) -> torch.Tensor:
@@ -93,7 +91,8 @@ class Experience:
     ) -> Experience:
         """Return a copy with per-token measurements of all ranks: `old`, `reference`, `values`."""
         mine = {
-            name: [part.cpu().numpy() for part in parts] for name, parts in measurements.items()
+            name: [part.float().cpu().numpy() for part in parts]
+            for name, parts in measurements.items()
         }
         all_ranks = ranks.all_objects((list(rows), mine))
         merged: dict[str, torch.Tensor] = {}
@@ -101,44 +100,26 @@ class Experience:
             values = torch.full((int(self.lengths.sum()),), torch.nan)
             for chosen, parts in all_ranks:
                 for row, part in zip(chosen, parts[name], strict=True):
-                    values[self.places(row)] = torch.from_numpy(part).float()
+                    values[self.places(row)] = torch.from_numpy(part)
             merged[name] = values
         return replace(self, **merged)
 
 
-def gather_responses(
-    ranks: Ranks, mine: Sequence[tuple[int, ScoredResponse]], prompts: Sequence[Prompt]
-) -> list[ScoredResponse]:
-    """Return every rank's responses by group, from this rank's with the numbers of their prompts.
-
-    Prompts are not sent: all ranks have them.
-    """
-    sent = [
-        (number, replace(s, response=replace(s.response, prompt=_UNSENT))) for number, s in mine
-    ]
-    gathered = [
-        replace(s, response=replace(s.response, prompt=prompts[number]))
-        for part in ranks.all_objects(sent)
-        for number, s in part
-    ]
-    return sorted(gathered, key=lambda response: response.group)
-
-
-def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
-    """Lay the responses end to end. `scored` is ordered by group."""
-    responses = [response.response for response in scored]
+def pack_experience(responses: Sequence[Response]) -> Experience:
+    """Lay the responses end to end. They are ordered by group."""
+    generated = [response.generated for response in responses]
     turn_rewards = None
     if any(response.turns for response in responses):
         turn_rewards = torch.from_numpy(np.concatenate([r.turn_rewards for r in responses]))
     return Experience(
-        lengths=torch.tensor([len(r.generated.ids) for r in responses]),
-        groups=torch.tensor([response.group for response in scored]),
-        rewards=torch.tensor([r.reward for r in scored], dtype=torch.float32),
-        truncated=torch.tensor([not r.generated.ended for r in responses]),
-        sampled=torch.from_numpy(np.concatenate([r.generated.logprobs for r in responses])).float(),
+        lengths=torch.tensor([len(each.ids) for each in generated]),
+        groups=torch.tensor([response.group for response in responses]),
+        rewards=torch.tensor([response.reward for response in responses], dtype=torch.float32),
+        truncated=torch.tensor([not each.ended for each in generated]),
+        sampled=torch.from_numpy(np.concatenate([each.logprobs for each in generated])).float(),
         turn_rewards=turn_rewards,
-        scored=tuple(scored),
         examples=Examples.of_texts(
-            [r.ids for r in responses], np.concatenate([r.marks for r in responses])
+            [response.ids for response in responses],
+            np.concatenate([response.marks for response in responses]),
         ),
     )

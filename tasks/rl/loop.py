@@ -21,7 +21,7 @@ from tasks.rl.experience import pack_experience
 from tasks.rl.measure import ExperienceScorer
 from tasks.rl.metrics import Clock, collected, evaluated, samples_of, speeds
 from tasks.rl.prompts import PromptOrder
-from tasks.rl.responses import ScoredResponse
+from tasks.rl.responses import Response
 from tasks.rl.rollout.engine import Engine
 from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Loop
@@ -49,17 +49,18 @@ class OnlineTrainer:
     heldout: Collector  # the same for evaluation prompts
     progress: Progress  # iterations and evaluations so far
     # responses of the last evaluation
-    eval_responses: list[ScoredResponse] = field(init=False, default_factory=list)
+    eval_responses: list[Response] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         loop, settings, count = self.setup.loop, self.setup.job.settings, len(self.train.prompts)
         kept = self.progress.kept
         self._kl_coef: float = kept.get(CONTROLLER, {"coef": loop.kl_coef})["coef"]
         self._ahead: ServerEngine | None = None
+        proof = None
         if loop.staleness:
             assert isinstance(self.rollout_engine, ServerEngine), "the preflight has checked it"
-            self._ahead = self.rollout_engine
-        self._scorer = ExperienceScorer(self.setup, self._ahead)
+            self._ahead, proof = self.rollout_engine, self.rollout_engine.proof
+        self._scorer = ExperienceScorer(self.setup, proof)
         self._updater = Updater(self.setup, self._scorer)
         self._order = PromptOrder(count, loop.rollout_batch_size, loop.refill, settings.seed)
         self._cursor: int = kept.get(CURSOR, self.progress.step * loop.rollout_batch_size)
@@ -95,21 +96,21 @@ class OnlineTrainer:
     def iterate(self, iteration: int) -> dict[str, float]:
         """Run one iteration and return its metrics."""
         begin, clock, setup = time.perf_counter(), Clock(), self.setup
-        scored, self._cursor = self.train.collect(
+        responses, self._cursor = self.train.collect(
             iteration, self._order, self._cursor, setup.loop.num_generations, clock
         )
-        record = self._start_ahead(iteration, scored)
+        record = self._start_ahead(iteration, responses)
         self.rollout_engine.sleep()  # frees GPU memory for training; the next sync wakes it
-        experience = pack_experience(scored)
+        experience = pack_experience(responses)
         policy_only = setup.critic is None and not setup.has_reference
-        if not (policy_only and self._updater.measures(len(scored))):
+        if not (policy_only and self._updater.measures(len(responses))):
             with clock.phase("measure"):
                 experience = self._scorer.measure(experience)
         with clock.phase("estimate"):
             experience, estimated = self._scorer.estimate(experience, self._kl_coef, iteration)
         record |= estimated
         if "kl_k1" in record:
-            self._kl_coef = adapted(self._kl_coef, record["kl_k1"], len(scored), setup.loop)
+            self._kl_coef = adapted(self._kl_coef, record["kl_k1"], len(responses), setup.loop)
         with clock.phase("update"), self.states.on_device():
             record |= self._updater.update(iteration, experience, of=self._last)
         if self._ahead is not None:
@@ -117,14 +118,14 @@ class OnlineTrainer:
                 self._ahead.finish_ahead()
         with clock.phase("sync_weights"):
             self.rollout_engine.sync_weights()
-        record |= collected(scored) | speeds(clock, experience, begin)
+        record |= collected(responses) | speeds(clock, experience, begin)
         if record.get("staleness"):  # they were sampled during the last iteration
             del record["tokens_per_s/generate"]
         if setup.ranks.first and due(setup.job.settings.log_every, iteration):
-            emit("samples", step=iteration, rows=samples_of(scored))
+            emit("samples", step=iteration, rows=samples_of(responses))
         return {"step": iteration, **record, "epoch": self._cursor / self._order.total}
 
-    def _start_ahead(self, iteration: int, scored: Sequence[ScoredResponse]) -> dict[str, float]:
+    def _start_ahead(self, iteration: int, responses: Sequence[Response]) -> dict[str, float]:
         """Begin to sample the next iteration's responses; return how old this iteration's are.
 
         Nothing is sampled ahead over a checkpoint, so that a resumed run samples the same.
@@ -137,7 +138,7 @@ class OnlineTrainer:
             self._ahead.start_ahead(
                 self.train.requests(numbers, iteration + 1, loop.num_generations)
             )
-        versions = [response.response.generated.version for response in scored]
+        versions = [response.generated.version for response in responses]
         return {"staleness": self._ahead.version - sum(versions) / len(versions)}
 
     def evaluate(self, when: str) -> dict[str, float]:

@@ -14,7 +14,7 @@ from tasks.core.errors import TrainingError
 from tasks.rl import advantages
 from tasks.rl.advantages import estimate_kl
 from tasks.rl.experience import Experience
-from tasks.rl.rollout.servers import ServerEngine
+from tasks.rl.rollout.proof import SyncProof
 from tasks.rl.setup import Setup
 from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
@@ -46,9 +46,9 @@ def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
                 "tokens are not finite",
                 hint="the policy has diverged: lower train.lr, or raise rl.kl_coef",
             )
-    log_ratio_N = (old_N.double() - sampled_N.double()).abs()
-    kl_N = estimate_kl(sampled_N.double(), old_N.double(), "k3")
-    return Mismatch(float(log_ratio_N.mean()), float(log_ratio_N.max()), float(kl_N.mean()))
+    old_N, sampled_N = old_N.double(), sampled_N.double()
+    apart_N, kl_N = (old_N - sampled_N).abs(), estimate_kl(sampled_N, old_N, "k3")
+    return Mismatch(float(apart_N.mean()), float(apart_N.max()), float(kl_N.mean()))
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class ExperienceScorer:
     """Measures responses and estimates advantages."""
 
     setup: Setup  # models and settings of the run
-    # with `rl.staleness` the servers, which know the mismatch of their version: responses come from
-    # an older one, so their difference is not only mismatch
-    servers: ServerEngine | None = None
+    # with `rl.staleness` the proof of the servers, which knows the mismatch of their version:
+    # responses come from an older one, so their difference is not only mismatch
+    proof: SyncProof | None = None
     usual: list[float] = field(default_factory=list)  # mismatch of `FIRST` iterations
 
     def measure(self, experience: Experience) -> Experience:
@@ -118,10 +118,9 @@ class ExperienceScorer:
         """
         assert experience.old is not None
         apart, name = mismatch(experience.old, experience.sampled), "mismatch"
-        checked = apart.mean_abs
-        if self.servers is not None:  # an older policy may have sampled: more than mismatch
-            checked, name = self.servers.mismatch, "off_policy"
-        limit = self.setup.loop.mismatch_limit
+        checked, limit = apart.mean_abs, self.setup.loop.mismatch_limit
+        if self.proof is not None:
+            checked, name = self.proof.mismatch, "off_policy"
         if not checked <= limit:
             raise TrainingError(
                 f"iteration {iteration}: trainer and engine differ by {checked:.3g} nats per token "
@@ -167,12 +166,10 @@ def measure_tokens(
     `measure` returns (tokens of the row,) tensors by name.
     """
     rows = experience.rows(ranks.world_size, ranks.rank, size)
-    measurements: dict[str, list[torch.Tensor]] = {}
     with torch.no_grad():
-        for chosen in rows:
-            for name, numbers in measure(experience.row(chosen).to(ranks.device)).items():
-                measurements.setdefault(name, []).append(numbers.float())
-    return experience.with_measurements(ranks, rows, measurements)
+        measured = [measure(experience.row(chosen).to(ranks.device)) for chosen in rows]
+    by_name = {name: [of_row[name] for of_row in measured] for name in measured[0]}
+    return experience.with_measurements(ranks, rows, by_name)
 
 
 def estimates(experience: Experience) -> dict[str, float]:

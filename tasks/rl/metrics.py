@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,17 @@ import torch
 
 from tasks.rl.advantages import without_signal
 from tasks.rl.experience import Experience
-from tasks.rl.responses import Response, ScoredResponse
+from tasks.rl.responses import Response
 
 SHOWN = 4
 """Responses per iteration in the table of samples."""
 
 
-@dataclass
 class Clock:
     """Seconds by phase of an iteration."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.seconds = defaultdict[str, float](float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -32,50 +32,43 @@ class Clock:
         try:
             yield
         finally:
-            spent = time.perf_counter() - begin
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            self.seconds[name] += time.perf_counter() - begin
 
 
-def collected(scored: Sequence[ScoredResponse]) -> dict[str, float]:
+def collected(responses: Sequence[Response]) -> dict[str, float]:
     """Return metrics of sampled responses and their rewards."""
-    rewards = np.array([response.reward for response in scored])
-    metrics = {**evaluated(scored), "reward_std": float(rewards.std())}
-    groups = len({response.group for response in scored})
-    if groups < len(scored):  # a single response is no group
-        no_signal = groups_without_signal(scored)
-        metrics["groups_without_signal"] = len(no_signal) / groups
+    spread = float(np.std([response.reward for response in responses]))
+    metrics = {**evaluated(responses), "reward_std": spread}
+    groups = len({response.group for response in responses})
+    if groups < len(responses):  # a single response is no group
+        metrics["groups_without_signal"] = len(groups_without_signal(responses)) / groups
     return metrics
 
 
-def groups_without_signal(scored: Sequence[ScoredResponse]) -> list[int]:
+def groups_without_signal(responses: Sequence[Response]) -> list[int]:
     """Return the numbers of the groups whose advantages would all be 0."""
-    rewards_S = torch.tensor([response.reward for response in scored])
-    groups_S = torch.tensor([response.group for response in scored])
+    rewards_S = torch.tensor([response.reward for response in responses])
+    groups_S = torch.tensor([response.group for response in responses])
     silent: list[int] = groups_S[without_signal(rewards_S, groups_S)].unique().tolist()
     return silent
 
 
-def evaluated(scored: Sequence[ScoredResponse]) -> dict[str, float]:
+def evaluated(responses: Sequence[Response]) -> dict[str, float]:
     """Return metrics of responses to evaluation prompts.
 
     Lengths count sampled tokens. With an environment also `turns`, their mean, and `out_of_turns`,
     the share of episodes that `rl.max_turns` ended.
     """
-    lengths = np.array([len(response.response.generated.ids) for response in scored])
-    parts = {
-        f"reward/{name}": float(np.mean([response.parts[name] for response in scored]))
-        for name in scored[0].parts
-    }
-    responses = [response.response for response in scored]
-    turns = {}
+    lengths = np.array([len(response.generated.ids) for response in responses])
+    metrics = {"reward": float(np.mean([response.reward for response in responses]))}
+    for name in responses[0].parts:
+        metrics[f"reward/{name}"] = float(np.mean([r.parts[name] for r in responses]))
     if any(response.turns for response in responses):
-        turns["turns"] = float(np.mean([len(response.turns) for response in responses]))
+        metrics["turns"] = float(np.mean([len(response.turns) for response in responses]))
         unfinished = [not response.done and response.generated.ended for response in responses]
-        turns["out_of_turns"] = float(np.mean(unfinished))
+        metrics["out_of_turns"] = float(np.mean(unfinished))
     return {
-        "reward": float(np.mean([response.reward for response in scored])),
-        **parts,
-        **turns,
+        **metrics,
         "length": float(lengths.mean()),
         "length_max": float(lengths.max()),
         "truncated": float(np.mean([not response.generated.ended for response in responses])),
@@ -84,43 +77,39 @@ def evaluated(scored: Sequence[ScoredResponse]) -> dict[str, float]:
 
 def speeds(clock: Clock, experience: Experience, begin: float) -> dict[str, float]:
     """Return seconds and tokens per second of each phase, and the time outside of the phases."""
-    response_tokens = int(experience.lengths.sum())
     all_tokens = int(experience.sequence_lengths.sum())
-    tokens = {"generate": response_tokens, "measure": all_tokens, "update": all_tokens}
-    working = (*tokens, "score", "environment")
-    phases = [name for name in working if name in clock.seconds]
+    tokens = {
+        "generate": int(experience.lengths.sum()), "measure": all_tokens, "update": all_tokens,
+    }  # fmt: skip
     total = time.perf_counter() - begin
     metrics = {f"seconds/{name}": spent for name, spent in clock.seconds.items()}
-    for name in (phase for phase in phases if phase in tokens):
+    for name in (name for name in tokens if name in clock.seconds):
         metrics[f"tokens_per_s/{name}"] = tokens[name] / max(clock.seconds[name], 1e-9)
-    worked = sum(clock.seconds[name] for name in phases)
+    worked = sum(clock.seconds.get(name, 0.0) for name in (*tokens, "score", "environment"))
     metrics["seconds/other"] = total - sum(clock.seconds.values())
     return {**metrics, "overhead": 1.0 - worked / total, "step_s": total}
 
 
-def samples_of(scored: Sequence[ScoredResponse]) -> list[Mapping[str, Any]]:
-    """Return rows for the table of samples, the best and the worst reward among them."""
-    order = sorted(range(len(scored)), key=lambda i: scored[i].reward)
+def samples_of(responses: Sequence[Response]) -> list[Mapping[str, Any]]:
+    """Return rows for the table of samples, the best and the worst reward among them.
+
+    With an environment, a response is the conversation after the prompt.
+    """
+    order = sorted(range(len(responses)), key=lambda i: responses[i].reward)
     picked = list(dict.fromkeys([order[0], order[-1], order[len(order) // 2], 0]))[:SHOWN]
-    return [
-        {
-            "id": str(scored[i].response.prompt.row.get("id", "")),
-            "prompt": _question(scored[i].response.prompt.row["messages"]),
-            "response": _conversation(scored[i].response),
-            "reward": scored[i].reward,
-            **{f"reward/{name}": value for name, value in scored[i].parts.items()},
-        }
-        for i in picked
-    ]
-
-
-def _conversation(response: Response) -> str:
-    """Return the response; with an environment, the conversation after the prompt."""
-    if not response.turns:
-        return response.text
-    return "\n".join(f"{m['role']}: {m['content'].strip()}" for m in response.messages)
-
-
-def _question(messages: Sequence[Mapping[str, str]]) -> str:
-    """Return the last user message."""
-    return next(m["content"] for m in reversed(messages) if m["role"] == "user")
+    rows: list[Mapping[str, Any]] = []
+    for response in (responses[i] for i in picked):
+        prompt, text = response.prompt.row, response.text
+        asked = [m["content"] for m in prompt["messages"] if m["role"] == "user"]
+        if response.turns:
+            text = "\n".join(f"{m['role']}: {m['content'].strip()}" for m in response.messages)
+        rows.append(
+            {
+                "id": str(prompt.get("id", "")),
+                "prompt": asked[-1],
+                "response": text,
+                "reward": response.reward,
+                **{f"reward/{name}": value for name, value in response.parts.items()},
+            }
+        )
+    return rows

@@ -55,7 +55,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Response:
-    """A response with everything a reward may need; with an environment, all of an episode."""
+    """A response and its reward; with an environment, all of an episode."""
 
     prompt: Prompt  # the prompt
     # token ids and log-probabilities of the sampled tokens of all turns, in order. `ended` is False
@@ -64,6 +64,9 @@ class Response:
     text: str  # the decoded response, without special tokens; the last one of an episode
     turns: tuple[Turn, ...] = ()  # turns of an episode; empty without an environment
     done: bool = True  # True unless the environment waited for another response
+    group: int = 0  # number of its prompt within the iteration
+    reward: float = 0.0  # weighted sum of all parts, once it is scored
+    parts: Mapping[str, float] = field(default_factory=dict)  # rewards by source, before weights
 
     @property
     def ids(self) -> NDArray[np.int32]:
@@ -101,19 +104,5 @@ class Response:
         if not self.turns:
             return [self.generated.ids]
         ends = np.cumsum([turn.tokens for turn in self.turns])[:-1]
-        sampled = np.split(self.generated.ids, ends)
-        return [
-            piece
-            for ids, turn in zip(sampled, self.turns, strict=True)
-            for piece in (ids, turn.ids)
-        ]
-
-
-@dataclass(frozen=True)
-class ScoredResponse:
-    """A response and its reward."""
-
-    response: Response  # the response
-    group: int  # number of its prompt within the iteration
-    reward: float  # weighted sum of all parts
-    parts: Mapping[str, float] = field(default_factory=dict)  # rewards by source, before weights
+        pairs = zip(np.split(self.generated.ids, ends), self.turns, strict=True)
+        return [piece for ids, turn in pairs for piece in (ids, turn.ids)]

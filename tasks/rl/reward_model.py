@@ -151,10 +151,6 @@ class RewardModel:
         valid = validate_rewards(scores.tolist(), responses, self.label)
         return normalised(valid, self._normalisation)
 
-    def close(self) -> None:
-        """Free the model's memory."""
-        self._model = None
-
     def ids(self, response: Response) -> list[int]:
         """Return the token ids of a conversation; without an end token if it was cut off."""
         ids: list[int] = response.ids.tolist()

@@ -14,14 +14,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tasks.core.errors import RewardError
 from tasks.core.redaction import redact_url
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
 SHOWN = 200
 """Characters of a prompt or response in an error."""
 EXACT_MATCH = "exact_match"
-"""Value of `reward.function` for `ExactMatch`."""
+"""Value of `reward.function` for `exact_matches`."""
 OWN_NAMES = ("prompt", "completion", "prompts", "completions", "completion_ids")
 """Columns that are not passed on: their names are those of arguments."""
 TOKEN = "PLUMBLINE_REWARD_TOKEN"
@@ -47,14 +44,11 @@ FIRST_PAUSE_S = 0.5
 
 
 class Weighted(NamedTuple):
-    """A source of rewards and its weight in the sum.
-
-    The source is called with responses and returns the reward of each; it has a method `close`.
-    """
+    """A source of rewards and its weight in the sum."""
 
     name: str  # name of the part: `model`, `function` or `url`, as in section `reward`
     weight: float  # factor of its rewards
-    source: Any
+    source: Callable[[Sequence[Response]], list[float]]  # returns the reward of each response
 
 
 @dataclass(frozen=True)
@@ -63,16 +57,17 @@ class Rewards:
 
     sources: Sequence[Weighted] = ()
 
-    def score(
-        self, responses: Sequence[Response]
-    ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
-        """Return the (S,) weighted sums, and the (S,) unweighted rewards by name of the source."""
-        total: NDArray[np.float64] = np.zeros(len(responses), np.float64)
-        parts: dict[str, NDArray[np.float64]] = {}
-        for name, weight, source in self.sources:
-            parts[name] = np.array(source(responses) if responses else [], np.float64)
-            total += weight * parts[name]
-        return total, parts
+    def score(self, responses: Sequence[Response]) -> list[Response]:
+        """Return the responses with their rewards: the weighted sum, and each source's own."""
+        parts = {each.name: each.source(responses) for each in self.sources if responses}
+        scored = []
+        for i, response in enumerate(responses):
+            total = 0.0
+            for name, weight, _ in self.sources:
+                total += weight * parts[name][i]
+            own = {name: values[i] for name, values in parts.items()}
+            scored.append(replace(response, reward=total, parts=own))
+        return scored
 
 
 @contextmanager
@@ -85,26 +80,24 @@ def open_rewards(
     """
     sources: list[Weighted] = []
     with ExitStack() as stack:
-
-        def add(name: str, weight: float, source: Any) -> None:
-            stack.callback(source.close)
-            sources.append(Weighted(name, weight, source))
-
         if reward.function == EXACT_MATCH:
-            add("function", reward.function_weight, ExactMatch())
+            sources.append(Weighted("function", reward.function_weight, exact_matches))
         elif reward.function is not None:
             reference, path = FunctionReference.of(reward.function), logs / "reward_function.log"
             function = Function(reference, timeout_s=reward.timeout_s, log=log, log_path=path)
-            add("function", reward.function_weight, function)
+            stack.callback(function.close)
+            sources.append(Weighted("function", reward.function_weight, function))
         if reward.model is not None:
             from tasks.rl.reward_model import RewardModel
 
             folder = Path(str(reward.model))
             model = RewardModel(folder, tokenizer, device, normalize=reward.normalize, log=log)
-            add("model", reward.model_weight, model)
+            sources.append(Weighted("model", reward.model_weight, model))
         if reward.url is not None:
             url = os.environ.get(REWARD_URL, reward.url)
-            add("url", reward.url_weight, Endpoint(url, reward, tokenizer, log))
+            endpoint = Endpoint(url, reward, tokenizer, log)
+            stack.callback(endpoint.close)
+            sources.append(Weighted("url", reward.url_weight, endpoint))
         yield Rewards(sources)
 
 
@@ -157,23 +150,20 @@ class Function(UserCode):
         return validate_rewards(values[""], responses, self.label)
 
 
-class ExactMatch:
-    """1 if the response is the row's `answer`, else 0; compares texts as smoke_eval does."""
+def exact_matches(responses: Sequence[Response]) -> list[float]:
+    """Return 1 for each response that is the row's `answer`, else 0; as smoke_eval compares.
 
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        """Return 1 or 0 for each response; a RewardError names a row without `answer`."""
-        for response in responses:
-            row = response.prompt.row
-            if not isinstance(row.get("answer"), str):
-                raise RewardError(
-                    f"reward.function={EXACT_MATCH}: row {row.get('id')} has no text 'answer'",
-                    details=error_details(response.prompt, response.text),
-                    hint="give every row of the data an 'answer', or use another function",
-                )
-        return [float(matches(each.text, each.prompt.row["answer"])) for each in responses]
-
-    def close(self) -> None:
-        """Nothing to close."""
+    A RewardError names a row without `answer`.
+    """
+    for response in responses:
+        row = response.prompt.row
+        if not isinstance(row.get("answer"), str):
+            raise RewardError(
+                f"reward.function={EXACT_MATCH}: row {row.get('id')} has no text 'answer'",
+                details=error_details(response.prompt, response.text),
+                hint="give every row of the data an 'answer', or use another function",
+            )
+    return [float(matches(each.text, each.prompt.row["answer"])) for each in responses]
 
 
 class Endpoint:

@@ -13,8 +13,11 @@ from tasks.rl.environment import EnvironmentProcess, Episodes, ObservationTokens
 from tasks.rl.loop import OnlineTrainer
 from tasks.rl.prompts import load_prompts
 from tasks.rl.rewards import open_rewards
+from tasks.rl.rollout.in_rank import VllmEngine
+from tasks.rl.rollout.policy import Policy
+from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Online
-from tasks.rl.setup import open_engine, set_up
+from tasks.rl.setup import set_up
 from tasks.rl.user_code import ENVIRONMENT, FunctionReference
 from tasks.serving.prompts import stop_ids
 from tasks.training.engine.deepspeed_engine import Ranks, TrainerStates, require_same_versions
@@ -79,16 +82,14 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
                 logs=job.checkpoints,
             )
         )
-        rollout_engine = stack.enter_context(
-            open_engine(
-                job,
-                online.rollout,
-                ranks,
-                engine=setup.engine,
-                ends=ends,
-                probes=[prompt.ids.tolist() for prompt in heldout[:16]],
-            )
+        kind = ServerEngine if online.rollout.engine == "server" else VllmEngine
+        rollout_engine = kind(
+            Policy(setup.engine, job, ranks),
+            online.rollout,
+            ends=tuple(ends),
+            probes=[prompt.ids.tolist() for prompt in heldout[:16]],
         )
+        stack.callback(rollout_engine.close)
         episodes = None
         if environment is not None:
             episodes = Episodes(
@@ -115,7 +116,7 @@ def _write(trainer: OnlineTrainer, after: dict[str, float]) -> None:
     job, ranks, engine = setup.job, setup.ranks, setup.engine
     write_shards(engine.module, job.out, ranks)
     restore_attention(model_of(engine.module), job.settings.attn_implementation)
-    examples = Examples.of_texts([scored.response.ids for scored in trainer.eval_responses])
+    examples = Examples.of_texts([response.ids for response in trainer.eval_responses])
     fingerprint = fingerprint_of(engine, choose_probes(examples, job.settings.probes), ranks.device)
     peak = float(ranks.peak_memory(**getattr(trainer.rollout_engine, "reserved", {})))
     if ranks.first:

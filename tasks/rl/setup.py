@@ -1,10 +1,8 @@
-"""The models of an online run as this rank holds them, and its rollout engine."""
+"""The models of an online run as this rank holds them."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +11,6 @@ from torch import nn
 
 from tasks.rl.algorithms import Algorithm, algorithm
 from tasks.rl.critic import CRITIC, Critic, start_critic
-from tasks.rl.rollout.in_rank import VllmEngine
-from tasks.rl.rollout.policy import Policy
-from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Loop, Online, Rollout
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks, partitioned_engine, start_engine
@@ -72,25 +67,6 @@ class Setup:
     def others(self) -> Others:
         """Engines besides the policy's whose state is in a checkpoint."""
         return {} if self.critic is None else {CRITIC: self.critic.active}
-
-
-@contextlib.contextmanager
-def open_engine(
-    job: TrainJob,
-    rollout: Rollout,
-    ranks: Ranks,
-    *,
-    engine: Any,
-    ends: Sequence[int],
-    probes: Sequence[Sequence[int]],
-) -> Iterator[VllmEngine | ServerEngine]:
-    """Yield the rollout engine of section `rollout`, and close it afterwards, on all ranks."""
-    kind = ServerEngine if rollout.engine == "server" else VllmEngine
-    rollout_engine = kind(Policy(engine, job, ranks), rollout, ends=tuple(ends), probes=probes)
-    try:
-        yield rollout_engine
-    finally:
-        rollout_engine.close()
 
 
 def disable_dropout(*models: nn.Module) -> bool:

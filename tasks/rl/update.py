@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.rl.critic import Critic
 from tasks.rl.experience import Experience
 from tasks.rl.losses import Totals, policy_loss, value_loss
 from tasks.rl.measure import ExperienceScorer
@@ -60,14 +60,7 @@ class Updater:
 
     def __init__(self, setup: Setup, scorer: ExperienceScorer) -> None:
         self.setup, self._scorer = setup, scorer
-        self._skipped = {"policy": 0, "critic": 0}  # fp16 steps in a row that overflowed
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps per iteration."""
-        loop, batch = self.setup.loop, self.setup.job.settings.batch
-        responses = loop.rollout_batch_size * loop.num_generations
-        return loop.ppo_epochs * (responses // batch.global_batch_size)
+        self._skipped = Counter[str]()  # fp16 steps in a row that overflowed
 
     def measures(self, responses: int) -> bool:
         """Return True if the update's own forward passes measure the old log-probabilities.
@@ -85,28 +78,27 @@ class Updater:
         Raises TrainingError on every rank if a loss or gradient is not finite, or the mismatch is
         above its limit.
         """
-        setup, steps = self.setup, self.steps * of
+        setup, loop = self.setup, self.setup.loop
         settings, critic = setup.job.settings, setup.critic
-        history: dict[str, list[float]] = {}
-        first = (iteration - 1) * self.steps + 1
+        responses = loop.rollout_batch_size * loop.num_generations
+        each = loop.ppo_epochs * (responses // settings.batch.global_batch_size)
         # The policy's schedule counts its own steps: its warm-up follows the critic's.
-        before = setup.loop.critic_warmup * self.steps
-        warming = iteration <= setup.loop.critic_warmup
+        steps, before = each * of, loop.critic_warmup * each
+        warming = iteration <= loop.critic_warmup
         # From its zero head the clip would keep the critic below the scale of rewards.
-        clip = None if warming else setup.loop.value_clip
-        batches = enumerate(minibatches(setup, iteration, experience), first)
+        clip = None if warming else loop.value_clip
+        history: dict[str, list[float]] = {}
+        batches = enumerate(minibatches(setup, iteration, experience), (iteration - 1) * each + 1)
         for step, (rows, totals) in batches:
             begin_random(settings.seed, step=step, rank=setup.ranks.rank)
             metrics: dict[str, float] = {}
             if not warming:
                 lr = set_lr(setup.engine, settings.optim, step=step - before, steps=steps - before)
-                metrics |= {
-                    "lr": lr,
-                    **self._step_policy(iteration, step, experience, rows, totals),
-                }
+                learned = self._step_policy(iteration, step, experience, rows, totals)
+                metrics |= {"lr": lr, **learned}
             if critic is not None:
                 lr = set_lr(critic.engine, critic.optim, step=step, steps=steps)
-                learned = self._step_critic(critic, step, experience, rows, totals, clip)
+                learned = self._step_critic(step, experience, rows, totals, clip)
                 metrics |= {"critic_lr": lr, **learned}
             for name, value in metrics.items():
                 history.setdefault(name, []).append(value)
@@ -136,15 +128,10 @@ class Updater:
         return {**metrics, **self._take("policy", setup.engine, step), **comparison}
 
     def _step_critic(
-        self,
-        critic: Critic,
-        step: int,
-        experience: Experience,
-        rows: Rows,
-        totals: Totals,
-        clip: float | None,
+        self, step: int, experience: Experience, rows: Rows, totals: Totals, clip: float | None
     ) -> dict[str, float]:
-        device = self.setup.ranks.device
+        critic, device = self.setup.critic, self.setup.ranks.device
+        assert critic is not None
         with critic.active() as engine:
 
             def loss_of(chosen: list[int]) -> Loss:

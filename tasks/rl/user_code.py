@@ -121,9 +121,7 @@ class UserCode:
         timeout = "environment_timeout_s" if reference.setting == ENVIRONMENT else "timeout_s"
         section = reference.setting.partition(".")[0]
         self._slow_hint = f"{section}.{timeout}=<more> if it needs that long"
-        argv = python_child(
-            "tasks.rl.user_code", str(reference.path), reference.name, str(timeout_s)
-        )
+        argv = python_child(__name__, str(reference.path), reference.name, str(timeout_s))
         process = Conversation(
             argv, stage="reward", log=log, log_path=log_path, on_event=self._on_event
         )
@@ -156,7 +154,7 @@ class UserCode:
                 raise self.failure(slow, place(key), hint=self._slow_hint)
             if "failure" in result:
                 what, *trace = result["failure"]
-                raise self.failure(what, place(key), trace=trace, hint=result["hint"])
+                raise self.failure(what, place(key), trace=trace)
         return {key: result["value"] for key, result in results.items()}
 
     def failure(
@@ -177,10 +175,6 @@ class UserCode:
 
 
 # From here on: the process of the user's code.
-
-
-class MissingColumnError(Exception):
-    """The code needs an argument that the data does not have."""
 
 
 class Worker:
@@ -223,25 +217,20 @@ class Worker:
             return made.reset(**accepted(made.reset, argument))
         if method == "step":
             return self._objects[key].step(argument)
-        made = self._objects.pop(key)
-        return made.close() if hasattr(made, "close") else None
+        return getattr(self._objects.pop(key), "close", lambda: None)()
 
 
 def result_of(call: Callable[[], Any]) -> dict[str, Any]:
     """Return the `value` of a call, or its `failure`: the error, and its traceback."""
     try:
         return {"value": plain(call())}
-    except MissingColumnError as error:
-        hint = "add a column with that name to the data, or give the parameter a default"
-        return {"failure": [str(error)], "hint": hint}
     # User code may raise anything and even call sys.exit; the error of the run reports it.
     except (Exception, SystemExit) as error:
         trace = traceback.TracebackException.from_exception(error)
         while trace.stack and trace.stack[0].filename.startswith((__file__, "<frozen")):
             trace.stack.pop(0)
         lines = "".join(trace.format()).rstrip().splitlines()
-        first = f"{type(error).__name__}: {error}".splitlines()[0]
-        return {"failure": [first, *lines[-LINES:]], "hint": ""}
+        return {"failure": [f"{type(error).__name__}: {error}".splitlines()[0], *lines[-LINES:]]}
 
 
 def load(path: Path, name: str) -> Any:
@@ -263,8 +252,9 @@ def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[s
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
     if missing:
-        raise MissingColumnError(
-            f"it needs {', '.join(missing)}; available are {', '.join(offered)}"
+        raise TypeError(
+            f"it needs {', '.join(missing)}; available are {', '.join(offered)}: add a column with "
+            "that name to the data, or give the parameter a default"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)

@@ -1,7 +1,7 @@
 """vLLM servers of `rollout=server`: policies and prompts in, token ids and log-probabilities out.
 
     fleet = Fleet(how, sampling, [RemoteServer(url)])      servers elsewhere, and
-    fleet.start(places(2, how, ...), logs)                 those that this run starts here
+    fleet.start(2, logs, ...)                              those that this run starts here
     fleet.each(lambda server: server.load_adapter(...))    a new policy, on every server
     fleet.generate(bodies, version=3)                      by all servers together
 
@@ -72,18 +72,18 @@ class RemoteServer:
 
     url: str  # address, without a slash at its end
     key: str = field(default="", repr=False)  # API key; "" for the variable `KEY_VARIABLE`
-    base: str = ""  # name of the model that it serves; "" before `problems` has asked it
+    base: str = ""  # name of the model that it serves; "" before `problem` has asked it
     model: str = ""  # name to sample from: an adapter's, or the base's
     lost: str = ""  # why it is not used any more; "" while it is
 
     def __post_init__(self) -> None:
         key = self.key or (os.environ.get(KEY_VARIABLE) or "").strip()
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        if key:
-            hide(key)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        hide(key)
         self._client = httpx.Client(
-            base_url=self.url, headers=headers, limits=limits, mounts=DIRECT
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            mounts=DIRECT,
         )
 
     def close(self) -> None:
@@ -93,35 +93,24 @@ class RemoteServer:
                 self.unload_adapter(self.model)
         self._client.close()
 
-    def problems(self, adapter: bool, max_model_len: int) -> list[str]:
-        """Return everything that keeps the server from sampling responses of a policy.
+    def problem(self, max_model_len: int) -> str:
+        """Return why the server cannot sample responses, or "".
 
-        `adapter`: the policy comes as an adapter; `max_model_len`: tokens of prompt and response.
+        `max_model_len`: tokens of prompt and response. Options that it lacks show at the first
+        sync.
         """
         try:
-            version = self._json("GET", "/version").get("version")
             cards = self._json("GET", "/v1/models")["data"]
+            first = next(card for card in cards if card.get("parent") is None)
+            self.base = self.model = str(first["id"])
+            length = int(first["max_model_len"])
         except UnavailableError as error:
-            return [error.message]
-        except (RefusedError, KeyError, TypeError, AttributeError) as error:
-            return [f"{self.url} is no vLLM server: {error}"]
-        wrong = []
-        first: Mapping[str, Any] = next((card for card in cards if card.get("parent") is None), {})
-        self.base = self.model = str(first.get("id", ""))
-        length = first.get("max_model_len") or 0
+            return error.message
+        except (RefusedError, StopIteration, KeyError, TypeError, AttributeError) as error:
+            return f"{self.url} is no vLLM server: {error}"
         if length < max_model_len:
-            wrong.append(f"{self.url}: max_model_len is {length}, and {max_model_len} are needed")
-        route, variable = "/collective_rpc", "VLLM_SERVER_DEV_MODE"
-        if adapter:
-            route, variable = "/v1/load_lora_adapter", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-        if self._request("POST", route, {}).status_code in (404, 405):
-            wrong.append(f"{self.url}: no {route}: it was started without {variable}=1")
-        try:
-            body = request_body([1, 2, 3], Sampling(max_new_tokens=1), 1) | {"model": self.model}
-            generated(self._json("POST", "/v1/completions", body), body, 0)
-        except (UnavailableError, RefusedError, ArtifactError) as error:
-            wrong.append(f"{error.message} (vLLM {version})")
-        return wrong
+            return f"{self.url}: max_model_len is {length}, and {max_model_len} are needed"
+        return ""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
         """Return the log-probability of every token but the first of each sequence, (T-1,).
@@ -141,18 +130,18 @@ class RemoteServer:
             for ids, places in zip(prompts, listed, strict=True)
         ]
 
-    def load_adapter(self, name: str, folder: Path, timeout_s: float) -> None:
-        """Load an adapter and sample from it from now on.
+    def load_adapter(self, folder: Path, timeout_s: float) -> None:
+        """Load an adapter by the name of its folder, and sample from it from now on.
 
         The PEFT folder has to stay while it is used. Raises ArtifactError if the server refuses it,
         UnavailableError if the server is lost.
         """
-        body = {"lora_name": name, "lora_path": str(folder)}
+        body = {"lora_name": folder.name, "lora_path": str(folder)}
         self._load("/v1/load_lora_adapter", body, folder, timeout_s)
         listed = {str(card.get("id")) for card in self._json("GET", "/v1/models")["data"]}
-        if name not in listed:
-            raise ArtifactError(f"{self.url} loaded {name} and does not list it afterwards")
-        self.model = name
+        if folder.name not in listed:
+            raise ArtifactError(f"{self.url} loaded {folder.name} and does not list it afterwards")
+        self.model = folder.name
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; one that is not there is no error."""
@@ -181,11 +170,11 @@ class RemoteServer:
                 break
             try:
                 response = self._request("POST", "/v1/completions", body, left)
-                if response.is_success:
-                    return generated(response.json(), body, version)
             except UnavailableError as error:
                 problem = error
                 continue
+            if response.is_success:
+                return generated(response.json(), body, version)
             problem = UnavailableError(f"{self.url}: {reason(response)}")
             if response.status_code != 429 and response.status_code < 500:
                 raise RefusedError(problem.message, hint="the log of the server says why")
@@ -194,17 +183,13 @@ class RemoteServer:
     def _load(self, path: str, body: Mapping[str, Any], folder: Path, timeout_s: float) -> None:
         response = self._request("POST", path, body, timeout_s)
         if not response.is_success:
-            raise ArtifactError(
-                f"{self.url} does not load {folder.name}: {reason(response)}",
-                hint="rollout.sync_dir=<folder that all servers can read>, and a server that was "
-                "started with the options that the error names",
-            )
+            what = f"{self.url}{path} does not load {folder.name}: {reason(response)}"
+            raise ArtifactError(f"{what}: has the server the options below, can it read {folder}?")
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         response = self._request(method, path, body)
         try:
-            response.raise_for_status()
-            return response.json()
+            return response.raise_for_status().json()
         except (httpx.HTTPStatusError, ValueError):
             raise RefusedError(f"{self.url}{path}: {reason(response)}") from None
 
@@ -285,16 +270,62 @@ class Fleet:
     how: Colocation  # settings of a server
     sampling: Sampling  # sampling parameters of responses
     servers: list[RemoteServer] = field(default_factory=list)  # lost ones, too
-    started: list[StartedServer] = field(default_factory=list)  # those that this run has started
+    started: list[Server] = field(default_factory=list)  # those that this run has started
 
-    def start(self, places: Sequence[Place], logs: Path) -> None:
-        """Start a server at each place, and wait until all are ready. Raises TrainingError."""
-        for number, place in enumerate(places):
-            path = logs / f"rollout-server-{number}.log"
-            self.started.append(StartedServer(self.how, self.sampling, place, log_path=path))
-            self.servers.append(self.started[-1].remote)
-        for server in self.started:
-            server.wait()
+    def start(
+        self, count: int, logs: Path, *, ranks: int, gpus: int, busy: int, threads: int | None
+    ) -> None:
+        """Start servers and wait until all are ready.
+
+        On the GPUs after those of the ranks (the preflight has counted them), or on equal parts of
+        the CPU cores without the `busy` ones, on which ranks train while servers generate. Raises
+        TrainingError with the last lines of a server that has ended or is not ready in time.
+        """
+        until, size = time.monotonic() + self.how.timeout_s, self.how.tensor_parallel
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        names = visible or list(map(str, range(gpus)))
+        cores = max(1, len(os.sched_getaffinity(0)) - busy)
+        for number in range(count):
+            place = names[ranks + number * size :][:size] if gpus else []
+            log_path = logs / f"rollout-server-{number}.log"
+            self._start(place, threads or max(1, cores // count), log_path)
+        for number, server in enumerate(self.started):
+            try:
+                server.wait_until_healthy(until)
+            except EndedError:
+                tail = server.last_lines()
+                ended = "ended" if server.child.poll() is not None else "is not ready in time"
+                raise TrainingError(
+                    f"a rollout server {ended}: {tail[-1] if tail else ''}",
+                    details=[*tail, f"log: {logs / f'rollout-server-{number}.log'}"],
+                    hint="more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory="
+                    "<share> on a GPU; or rollout=vllm",
+                ) from None
+
+    def _start(self, gpus: Sequence[str], threads: int, log_path: Path) -> None:
+        """Start a server on these GPUs, or with CPU threads."""
+        how, port, key = self.how, free_port(), secrets.token_hex(16)
+        words = ["--host", HOST, "--port", str(port), "--served-model-name", NAME]
+        words += ["--uvicorn-log-level", "warning", *options(how, self.sampling)]
+        words += ["--max-num-batched-tokens", str(max(2048, how.max_model_len))]
+        env = environment(1, threads) | {switch(how): "1", "VLLM_API_KEY": key}
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        if gpus:
+            del env["OMP_NUM_THREADS"]
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            words += ["--gpu-memory-utilization", str(how.gpu_memory)]
+        else:
+            nbytes = str(int(how.kv_cache_gib * 2**30))
+            words += ["--kv-cache-memory-bytes", nbytes, "--gpu-memory-utilization", "0.01"]
+            # vLLM 0.32 rewinds the generator of a half-read prompt, which a CPU's cannot do.
+            words += ["--no-enable-chunked-prefill", "--enforce-eager"]
+            env |= plugin(log_path.parent) | {"TORCHDYNAMO_DISABLE": "1"}
+        unset = [name for name in os.environ if name.startswith(_OF_RANKS) and name not in env]
+        argv = ["env", *(word for name in unset for word in ("-u", name))]
+        argv += [*serve_command(how.model), *words]
+        server = Server(argv, port, stage="rollout", log=LOG, log_path=log_path, env=env)
+        self.started.append(server)
+        self.servers.append(RemoteServer(server.url, key=key))
 
     @property
     def present(self) -> list[RemoteServer]:
@@ -302,10 +333,9 @@ class Fleet:
         return [server for server in self.servers if not server.lost]
 
     def require_able(self) -> None:
-        """Raise ConfigError with every problem of every server, and the command of a good one."""
-        adapter, length = self.how.adapter_rank is not None, self.how.max_model_len
-        problems = [p for server in self.servers for p in server.problems(adapter, length)]
-        if problems:
+        """Raise ConfigError with the problem of every server, and the command of a good one."""
+        problems = [server.problem(self.how.max_model_len) for server in self.servers]
+        if problems := list(filter(None, problems)):
             raise ConfigError(
                 f"rollout servers: {problems[0]}", details=problems, hint=self._command
             )
@@ -357,6 +387,31 @@ class Fleet:
                 list(pool.map(work, workers))
         return [answers[number] for number in range(len(bodies))]
 
+    def each(self, work: Callable[[RemoteServer], T]) -> dict[str, T]:
+        """Return the results of all present servers, asked at the same time, by address.
+
+        Raises ArtifactError if servers refuse; details name each. Raises TrainingError if no server
+        is left.
+        """
+        results, refused = dict[str, T](), list[str]()
+
+        def attempt(server: RemoteServer) -> None:
+            try:
+                results[server.url] = work(server)
+            except (ArtifactError, RefusedError) as error:
+                refused.append(error.message)
+            except (UnavailableError, TrainingError) as error:
+                server.lost = server.lost or error.message
+
+        present = self.present
+        with ThreadPoolExecutor(max(1, len(present))) as pool:
+            list(pool.map(attempt, present))
+        if refused:
+            raise ArtifactError(refused[0], details=refused, hint=self._command)
+        if not self.present:
+            raise self._none_left()
+        return {server.url: results[server.url] for server in self.present}
+
     def close(self) -> None:
         """End the servers of this run, and leave the others without the policy."""
         for started in self.started:
@@ -364,36 +419,12 @@ class Fleet:
         for server in self.servers:
             server.close()
 
-    def each(self, work: Callable[[RemoteServer], T]) -> dict[str, T]:
-        """Return the results of all present servers, asked at the same time, by address.
-
-        Raises ArtifactError if servers refuse; details name each. Raises TrainingError if no server
-        is left.
-        """
-        refused: list[PlumblineError] = []
-
-        def attempt(server: RemoteServer) -> list[T]:
-            try:
-                return [work(server)]
-            except (ArtifactError, RefusedError) as error:
-                refused.append(error)
-            except (UnavailableError, TrainingError) as error:
-                server.lost = server.lost or error.message
-            return []
-
-        present = self.present
-        with ThreadPoolExecutor(max(1, len(present))) as pool:
-            results = list(pool.map(attempt, present))
-        if refused:
-            details = [error.message for error in refused]
-            raise ArtifactError(details[0], details=details, hint=self._command)
-        if not self.present:
-            raise self._none_left()
-        return {s.url: result[0] for s, result in zip(present, results, strict=True) if result}
-
     @property
     def _command(self) -> str:
-        return f"a server for this run: {typed_command(self.how, self.sampling)}"
+        """The command line that starts a server for this run on another machine."""
+        words = ["vllm", "serve", str(self.how.model), "--host", "0.0.0.0", "--port", "8000"]
+        words += options(self.how, self.sampling)
+        return f"a server for this run: {switch(self.how)}=1 {shlex.join(words)}"
 
     def _none_left(self) -> TrainingError:
         lost = [server.lost for server in self.servers]
@@ -429,86 +460,3 @@ def switch(how: Colocation) -> str:
     """Return the environment variable that lets a server take new weights."""
     as_adapter = how.adapter_rank is not None
     return "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if as_adapter else "VLLM_SERVER_DEV_MODE"
-
-
-def typed_command(how: Colocation, sampling: Sampling) -> str:
-    """Return the command line that starts a server for this run on another machine."""
-    words = ["vllm", "serve", str(how.model), "--host", "0.0.0.0", "--port", "8000"]
-    return f"{switch(how)}=1 {shlex.join([*words, *options(how, sampling)])}"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Machine resources of one server."""
-
-    gpus: tuple[str, ...] = ()  # values for CUDA_VISIBLE_DEVICES; empty on a CPU
-    threads: int = 1  # on a CPU
-
-
-def places(
-    count: int, how: Colocation, *, gpus: int, ranks: int, busy_threads: int, threads: int | None
-) -> list[Place]:
-    """Return a place for each server: GPUs after those of the ranks, or equal parts of the cores.
-
-    The ranks have `busy_threads` CPU threads while servers generate. The preflight has counted the
-    GPUs.
-    """
-    if not gpus:
-        cores = max(1, len(os.sched_getaffinity(0)) - busy_threads)
-        return [Place(threads=threads or max(1, cores // count))] * count
-    size = how.tensor_parallel
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    names = visible or [str(number) for number in range(gpus)]
-    starts = range(ranks, ranks + count * size, size)
-    return [Place(gpus=tuple(names[start : start + size])) for start in starts]
-
-
-class StartedServer:
-    """A vLLM server that this run started."""
-
-    def __init__(
-        self, how: Colocation, sampling: Sampling, place: Place, *, log_path: Path
-    ) -> None:
-        self._log_path, self._until = log_path, time.monotonic() + how.timeout_s
-        port, key = free_port(), secrets.token_hex(16)
-        words = ["--host", HOST, "--port", str(port), "--served-model-name", NAME]
-        words += ["--uvicorn-log-level", "warning", *options(how, sampling)]
-        words += ["--max-num-batched-tokens", str(max(2048, how.max_model_len))]
-        env = environment(1, place.threads) | {switch(how): "1", "VLLM_API_KEY": key}
-        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        if place.gpus:
-            del env["OMP_NUM_THREADS"]
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-            words += ["--gpu-memory-utilization", str(how.gpu_memory)]
-        else:
-            nbytes = str(int(how.kv_cache_gib * 2**30))
-            words += ["--kv-cache-memory-bytes", nbytes, "--gpu-memory-utilization", "0.01"]
-            # vLLM 0.32 rewinds the generator of a half-read prompt, which a CPU's cannot do.
-            words += ["--no-enable-chunked-prefill", "--enforce-eager"]
-            env |= plugin(log_path.parent) | {"TORCHDYNAMO_DISABLE": "1"}
-        unset = [name for name in os.environ if name.startswith(_OF_RANKS) and name not in env]
-        argv = ["env", *(word for name in unset for word in ("-u", name))]
-        argv += [*serve_command(how.model), *words]
-        self._server = Server(argv, port, stage="rollout", log=LOG, log_path=log_path, env=env)
-        self.remote = RemoteServer(self._server.url, key=key)
-
-    def wait(self) -> None:
-        """Wait until the server is healthy.
-
-        Raises TrainingError with its last lines if it has ended or the time is over.
-        """
-        try:
-            self._server.wait_until_healthy(self._until)
-        except EndedError:
-            tail = self._server.last_lines()
-            ended = "ended" if self._server.child.poll() is not None else "is not ready in time"
-            raise TrainingError(
-                f"a rollout server {ended}: {tail[-1] if tail else ''}",
-                details=[*tail, f"log: {self._log_path}"],
-                hint="more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> "
-                "on a GPU; or rollout=vllm",
-            ) from None
-
-    def end(self) -> None:
-        """End the server and all of its processes."""
-        self._server.end()

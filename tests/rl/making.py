@@ -7,14 +7,15 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from tasks.rl.environment import EnvironmentProcess, Episodes, ObservationTokens
 from tasks.rl.metrics import Clock
-from tasks.rl.responses import Prompt, Request, Response, ScoredResponse
+from tasks.rl.responses import Prompt, Request, Response
+from tasks.rl.rewards import Weighted
 from tasks.serving.vllm.colocation import Generated
 from tests.training.conftest import make_tokenizer
 
@@ -55,14 +56,11 @@ def responses(**columns: Any) -> list[Response]:
     return [response(f"copy {word}", word, answer=word, **columns) for word in WORDS]
 
 
-@dataclass
-class Judge:
-    """A reward source with a rule."""
-
-    rule: Callable[[Response], float]
-
-    def __call__(self, responses: Sequence[Response]) -> list[float]:
-        return [self.rule(response) for response in responses]
+def judge(
+    rule: Callable[[Response], float], name: str = "function", weight: float = 2.0
+) -> Weighted:
+    """Return a reward source with a rule."""
+    return Weighted(name, weight, lambda responses: [rule(response) for response in responses])
 
 
 @dataclass(frozen=True)
@@ -167,8 +165,8 @@ def rendered(response: Response) -> list[int]:
     return ids
 
 
-def scored(responses: Sequence[Response]) -> list[ScoredResponse]:
+def scored(responses: Sequence[Response]) -> list[Response]:
     return [
-        ScoredResponse(response, n, sum(turn.reward for turn in response.turns))
-        for n, response in enumerate(responses)
+        replace(each, group=n, reward=sum(turn.reward for turn in each.turns))
+        for n, each in enumerate(responses)
     ]

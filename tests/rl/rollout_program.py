@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ import torch  # noqa: E402
 
 from tasks.process.exit_process import end_process  # noqa: E402
 from tasks.rl.responses import Request  # noqa: E402
+from tasks.rl.rollout.in_rank import VllmEngine  # noqa: E402
 from tasks.rl.rollout.policy import MEMORY, PREFIX, Policy  # noqa: E402
+from tasks.rl.rollout.servers import ServerEngine  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
-from tasks.rl.setup import open_engine  # noqa: E402
 from tasks.serving.vllm.colocation import Generated  # noqa: E402
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
 from tasks.training.engine.partitions import whole  # noqa: E402
@@ -74,9 +76,9 @@ class Bench:
 
     def answering(self) -> Any:
         probes = [request.ids.tolist() for request in requests(0)]
-        return open_engine(
-            self.job, self.rollout, self.ranks, engine=self.engine, ends=[END], probes=probes
-        )
+        kind = ServerEngine if self.rollout.engine == "server" else VllmEngine
+        policy = Policy(self.engine, self.job, self.ranks)
+        return closing(kind(policy, self.rollout, ends=(END,), probes=probes))
 
     def perturb(self, scale: float) -> None:
         """Move every trained tensor, equally on all ranks."""
@@ -166,14 +168,14 @@ def watch_engine(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[
     seen["same after sleep"] = _ids(answering.generate(mine)) == replies
     if bench.ranks.device.type == "cpu":  # made in weights as vLLM packs them for a CPU
         seen["faults"] = stale_weights(bench, answering, mine)
-    seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
+    seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getpid()}*"))
     return seen
 
 
 def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
     """Record responses that are sampled ahead, faults of a server, and what servers leave."""
     before = answering.generate(mine)
-    seen: dict[str, Any] = {"mismatch": answering.mismatch}
+    seen: dict[str, Any] = {"mismatch": answering.proof.mismatch}
     answering.start_ahead(mine)
     bench.perturb(0.02)
     seen["next version"] = answering.sync_weights()
@@ -185,7 +187,7 @@ def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict
     folder = answering._folder
     seen["published"] = len(list(folder.iterdir()))
     bench.ranks.barrier()
-    seen["supervisors"] = [server._server.child.pid for server in answering._fleet.started]
+    seen["supervisors"] = [server.child.pid for server in answering._fleet.started]
     return {**seen, "folder": str(folder)}
 
 
@@ -196,12 +198,16 @@ def break_it(bench: Bench) -> dict[str, Any]:
     policy = Policy(bench.engine, bench.job, bench.ranks)
     with bench.answering() as answering:
         answering.sync_weights()
-        with policy.adapter_folder() as folder:
-            if bench.ranks.first:
-                config = json.loads((folder / "adapter_config.json").read_text())
-                (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4096}))
-            bench.ranks.barrier()
-            seen["refused"] = failure(lambda: answering._engine.load_adapter(folder, 2))
+        write = Policy.write
+
+        def write_large(self: Policy, folder: Path | None) -> None:
+            write(self, folder)
+            if folder is not None:
+                path = folder / "adapter_config.json"
+                path.write_text(json.dumps({**json.loads(path.read_text()), "r": 4096}))
+
+        with patch.object(Policy, "write", write_large):
+            seen["refused"] = failure(answering.sync_weights)
         seen["after refusal"] = failure(lambda: answering.generate(mine))
         parameter = next(iter(policy.parameters.values()))
         whole = parameter.data

@@ -6,6 +6,7 @@ has an adapter with the right id, or has loaded what was sent.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
     plants: dict[str, Callable[[Any, Any], AbstractContextManager[Any]]] = {
         "reload does nothing": _reload_does_nothing
     }
-    if answering._policy.as_adapter:
+    if answering.policy.as_adapter:
         plants = {
             "stale adapter": _stale_adapter,
             "one module left out": _one_module_left_out,
@@ -43,7 +44,7 @@ def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
 
 def stale_servers(bench: Any, answering: Any) -> dict[str, str]:
     """Return the error of a sync by fault of the last server, after a small step."""
-    as_adapter = answering._policy.as_adapter
+    as_adapter = answering.policy.as_adapter
     seen = {}
     for name in ("old adapter", "base") if as_adapter else ("reload does nothing",):
         bench.perturb(0.002)
@@ -161,9 +162,12 @@ def _stale_server(name: str, answering: Any) -> Iterator[None]:
     load_adapter, load_weights = RemoteServer.load_adapter, RemoteServer.load_weights
     old = answering._folder / f"{answering._name}-v{answering.version}"
 
-    def adapter(self: RemoteServer, title: str, folder: Path, timeout_s: float) -> None:
-        stale = self is servers[-1] and name == "old adapter"
-        load_adapter(self, title, old if stale else folder, timeout_s)
+    def adapter(self: RemoteServer, folder: Path, timeout_s: float) -> None:
+        if self is not servers[-1] or name == "base":
+            load_adapter(self, folder, timeout_s)
+        else:  # the name of the new version with the tensors of the last one
+            stale = shutil.copytree(old, folder.parent / "stale" / folder.name)
+            load_adapter(self, stale, timeout_s)
         if self is servers[-1] and name == "base":
             self.model = self.base
 

@@ -15,25 +15,25 @@ import pytest
 from tasks.core.errors import DataError
 from tasks.rl import metrics
 from tasks.rl.collect import Collector
-from tasks.rl.experience import Experience, pack_experience
+from tasks.rl.experience import pack_experience
 from tasks.rl.measure import measure_tokens
 from tasks.rl.prompts import PromptOrder, load_prompts
-from tasks.rl.responses import Prompt, Request, Response, ScoredResponse
-from tasks.rl.rewards import Rewards, Weighted
+from tasks.rl.responses import Prompt, Request, Response
+from tasks.rl.rewards import Rewards
 from tasks.rl.update import minibatches
-from tests.rl.making import TOKENIZER, Judge, Peer, Player, on_ranks, response
+from tests.rl.making import TOKENIZER, Player, judge, on_ranks, response
 from tests.settings import Batch, Loop, Settings
 from tests.training.conftest import make_tokenizer
 
 
-def written(folder: Path, *rows: dict[str, Any]) -> Path:
+def written(folder: Path, *texts: str, role: str = "user") -> Path:
+    """Write a prompt for each text, named r0, r1, ..."""
     path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with path.open("w") as file:
+        for number, text in enumerate(texts):
+            row = {"id": f"r{number}", "messages": [{"role": role, "content": text}]}
+            file.write(json.dumps(row) + "\n")
     return path
-
-
-def row(number: int, text: str, role: str = "user") -> dict[str, Any]:
-    return {"id": f"r{number}", "messages": [{"role": role, "content": text}]}
 
 
 def load(path: Path, ranks: int = 1, tokenizer: Any = TOKENIZER) -> list[tuple[Prompt, ...]]:
@@ -41,7 +41,7 @@ def load(path: Path, ranks: int = 1, tokenizer: Any = TOKENIZER) -> list[tuple[P
 
 
 def test_every_rank_gets_every_prompt(tmp_path: Path) -> None:
-    path = written(tmp_path, *(row(n, "say " + "x" * n) for n in range(7)))
+    path = written(tmp_path, *("say " + "x" * n for n in range(7)))
     (alone,) = load(path)
     assert [prompt.row["id"] for prompt in alone] == [f"r{n}" for n in range(7)]
     for several in load(path, ranks=3):
@@ -54,17 +54,15 @@ def test_every_rank_gets_every_prompt(tmp_path: Path) -> None:
 
 def test_prompts_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
-        load(written(tmp_path, *(row(n, "x" * (n * 10)) for n in range(6))), ranks=2)
+        load(written(tmp_path, *("x" * (n * 10) for n in range(6))), ranks=2)
     # 19 tokens around what the user says
     details = [detail.partition(" tokens")[0] for detail in caught.value.details]
     assert details == ["r4: 59", "r5: 69"]
     assert "rollout.max_prompt_len=69" in caught.value.hint
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    )
-    path = written(tmp_path, row(0, "x"), row(1, "be kind", "system"))
-    with pytest.raises(DataError, match="r1: .*no system message"):
+    tokenizer.chat_template = "{{ raise_exception('no system message') }}"
+    path = written(tmp_path, "be kind", role="system")
+    with pytest.raises(DataError, match="r0: .*no system message"):
         load(path, tokenizer=tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="template"):
@@ -99,12 +97,12 @@ def number_of(response: Response) -> int:
 
 def collect(
     order: PromptOrder, rule: Callable[[Response], float], world: int = 1
-) -> list[tuple[list[Any], list[int]]]:
+) -> list[tuple[list[Response], list[int]]]:
     """Return what every rank knows of iteration 1, and the prompts that it sampled itself."""
 
-    def work(ranks: Any) -> tuple[list[Any], list[int]]:
-        engine, rewards = Player(letters), Rewards([Weighted("function", 2.0, Judge(rule))])
-        collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3)  # type: ignore[arg-type]
+    def work(ranks: Any) -> tuple[list[Response], list[int]]:
+        engine: Any = Player(letters)
+        collector = Collector(engine, Rewards([judge(rule)]), PROMPTS, TOKENIZER, ranks, 3)
         known, position = collector.collect(1, order, 0, 4, metrics.Clock())
         sampled = [len(request.ids) - 1 for requests in engine.seen for request in requests]
         assert world > 1 or position == len(sampled), "every prompt taken is sampled"
@@ -120,15 +118,14 @@ def test_responses_do_not_depend_on_the_rank(spare: int) -> None:
     def rule(response: Response) -> float:
         return float(number_of(response) % 3 == 0 and response.text.startswith(("a", "b", "c")))
 
-    def told(known: list[Any]) -> list[tuple[Any, ...]]:
-        return [(s.group, s.reward, s.response.text, id(s.response.prompt)) for s in known]
+    def told(known: list[Response]) -> list[tuple[Any, ...]]:
+        return [(s.group, s.reward, s.text, id(s.prompt)) for s in known]
 
     ((alone, _),) = collect(order, rule)
     for scored in alone:
-        ids = scored.response.generated.ids
-        assert scored.response.text == TOKENIZER.decode(ids, skip_special_tokens=True)
-        assert scored.parts == {"function": rule(scored.response)}
-        assert scored.reward == 2 * rule(scored.response)
+        assert scored.text == TOKENIZER.decode(scored.generated.ids, skip_special_tokens=True)
+        assert scored.parts == {"function": rule(scored)}
+        assert scored.reward == 2 * rule(scored)
     for known, sampled in collect(order, rule, 3):
         assert told(known) == told(alone)
         assert len(sampled) < (1 + spare) * 4, "each rank samples its share"
@@ -143,7 +140,7 @@ def test_only_groups_without_signal_are_refilled() -> None:
 
     first, later = order.numbers(0, 4), order.numbers(4, 8)
     ((known, sampled),) = collect(order, rule)
-    numbers = [number_of(known[4 * group].response) for group in range(4)]
+    numbers = [number_of(known[4 * group]) for group in range(4)]
     silent = [group for group, number in enumerate(first) if number >= 6]
     assert 0 < len(silent) < 4, "the seed makes it a test"
     for group in set(range(4)) - set(silent):
@@ -164,12 +161,12 @@ ENDS = (True, False, True, True, False, True, True, True)
 """False for the responses that the limit of tokens has cut."""
 
 
-def scored(*, all_end: bool = True) -> list[ScoredResponse]:
+def scored(*, all_end: bool = True) -> list[Response]:
     """Eight responses of different lengths, two for each prompt."""
     return [
-        ScoredResponse(
-            response(f"say {n // 2}", text, ended=all_end or ends), n // 2, float(n),
-            {"model": n / 2, "url": 1.0},
+        replace(
+            response(f"say {n // 2}", text, ended=all_end or ends),
+            group=n // 2, reward=float(n), parts={"model": n / 2, "url": 1.0},
         )
         for n, (text, ends) in enumerate(zip(TEXTS, ENDS, strict=True))
     ]  # fmt: skip
@@ -193,25 +190,19 @@ def test_masked_responses_leave_the_totals_of_a_minibatch(masked: bool) -> None:
 @pytest.mark.parametrize("world", [1, 3, 8])
 def test_every_response_is_in_one_row_and_measurements_return_to_their_tokens(world: int) -> None:
     """Each rank measures token ids; afterwards every rank has all responses' ids."""
-    experience = pack_experience(scored())
+    responses = scored()
+    experience = pack_experience(responses)
     assert experience.lengths.tolist() == [len(text) + 1 for text in TEXTS]
     dealt = [experience.rows(world, rank, 2) for rank in range(world)]
     assert len({len(rows) for rows in dealt}) == 1
     assert sorted(n for rows in dealt for row in rows for n in row) == list(range(8))
 
-    def work(ranks: Peer) -> Experience:
-        return measure_tokens(
-            experience,
-            ranks,  # type: ignore[arg-type]
-            size=3,
-            measure=lambda row: {"old": row.targets.float(), "values": -row.targets.float()},
-        )
+    def work(ranks: Any) -> Any:
+        measure = lambda row: {"old": row.targets, "values": -row.targets}  # noqa: E731
+        return measure_tokens(experience, ranks, size=3, measure=measure)
 
-    ids = [each.response.generated.ids for each in experience.scored]
-    wanted = np.concatenate(ids).astype(np.float32)
+    wanted = np.concatenate([each.generated.ids for each in responses]).astype(np.float32)
     for measured in on_ranks(world, work):
-        assert measured.old is not None
-        assert measured.values is not None
         np.testing.assert_array_equal(measured.old.numpy(), wanted)
         np.testing.assert_array_equal(measured.values.numpy(), -wanted)
 
@@ -220,8 +211,7 @@ def test_metrics_of_responses_and_rewards() -> None:
     few = scored(all_end=False)[:4]  # of 2, 6, 3 and 11 tokens
     rewards = (0.0, 1.0, 0.1 + 0.2, 0.3)  # the second group's differ by rounding
     few = [replace(each, reward=reward) for each, reward in zip(few, rewards, strict=True)]
-    measured = metrics.collected(few)
-    assert measured == {
+    assert metrics.collected(few) == {
         "reward": pytest.approx(0.4),
         "reward/model": 0.75,
         "reward/url": 1.0,

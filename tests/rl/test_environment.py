@@ -17,7 +17,7 @@ from tasks.rl.experience import Experience, pack_experience
 from tasks.rl.metrics import Clock
 from tasks.rl.prompts import PromptOrder
 from tasks.rl.responses import Request
-from tasks.rl.rewards import Rewards, Weighted
+from tasks.rl.rewards import Rewards
 from tasks.rl.user_code import FunctionReference
 from tasks.serving.vllm.colocation import Generated
 from tasks.toy.tokenizer import train_tokenizer
@@ -27,10 +27,10 @@ from tests.rl.making import (
     LOG,
     PROMPTS,
     TOKENIZER,
-    Judge,
     Open,
     Player,
     episodes,
+    judge,
     on_ranks,
     play,
     prompt_of,
@@ -144,15 +144,14 @@ def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
         )
         try:
             played = episodes(engine, process, ranks=ranks)
-            rewards = Rewards([Weighted("function", 2.0, Judge(lambda r: len(r.messages)))])
+            rewards = Rewards([judge(lambda r: len(r.messages))])
             collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3, played)  # type: ignore[arg-type]
             known, _ = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 0, 2, Clock())
         finally:
             process.close()
-        return [
-            (s.group, s.reward, dict(s.parts), s.response.ids.tolist(), s.response.messages)
-            for s in known
-        ], len(engine.seen)
+        return [(s.group, s.reward, dict(s.parts), s.ids.tolist(), s.messages) for s in known], len(
+            engine.seen
+        )
 
     ((alone, calls),) = on_ranks(1, work)
     assert calls == 3

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from tasks.core.errors import ContractError, TrainingError
 from tasks.rl import setup
-from tasks.rl.rollout.engine import goes_as_adapter, unservable
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.policy import PREFIX, memory_folder, sweep
 from tasks.rl.rollout.proof import PROBES, Numbers, SyncProof
+from tasks.rl.settings import goes_as_adapter, unservable
 from tasks.rollout_base import write_rollout_base
 from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft

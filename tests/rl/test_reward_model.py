@@ -77,7 +77,7 @@ def rewards_of(folder: Path, to_score: list[Any], tokenizer: Any = TOKENIZER, **
     section = Reward(model=str(folder), **reward)
     how = {"device": torch.device("cpu"), "log": LOG, "logs": folder}
     with open_rewards(section, tokenizer=tokenizer, **how) as rewards:
-        return rewards.score(to_score)[1]["model"]
+        return np.array([each.parts["model"] for each in rewards.score(to_score)])
 
 
 def test_packed_scores_equal_those_of_each_text_alone(folder: Path) -> None:

@@ -9,38 +9,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tasks.core.errors import ConfigError, RewardError
 from tasks.rl import rewards as sources
 from tasks.rl.rewards import (
     Endpoint,
-    ExactMatch,
     Function,
     Rewards,
     Weighted,
+    exact_matches,
     validate_rewards,
 )
 from tasks.rl.settings import Reward
 from tasks.rl.user_code import FunctionReference
 from tests.answering import Reply, answering
-from tests.rl.making import TOKENIZER, Judge, response, responses
+from tests.rl.making import TOKENIZER, judge, response, responses
 
 LOG = logging.getLogger("tests.rl")
 
 
 def test_the_total_is_the_weighted_sum_of_unweighted_parts() -> None:
-    lengths, mute = (Judge(lambda each: len(each.text)) for _ in range(2))
-    exact = Weighted("function", 2.0, ExactMatch())
-    rewards = Rewards([exact, Weighted("model", -0.5, lengths), Weighted("url", 0.0, mute)])
+    exact = Weighted("function", 2.0, exact_matches)
+    sizes = [judge(lambda r: len(r.text), name, of) for name, of in (("model", -0.5), ("url", 0.0))]
     texts = [*responses(), response("copy cow", "bull", answer="cow")]
-    total, parts = rewards.score([*texts, response("copy ape", " ape\n", answer="ape")])
-    assert parts["function"].tolist() == [1, 1, 1, 1, 0, 1]
-    assert parts["model"].tolist() == parts["url"].tolist() == [3, 6, 3, 26, 4, 5]
-    np.testing.assert_array_equal(total, 2 * parts["function"] - 0.5 * parts["model"])
+    texts.append(response("copy ape", " ape\n", answer="ape"))
+    scored = Rewards([exact, *sizes]).score(texts)
+    parts = {name: [each.parts[name] for each in scored] for name in ("function", "model", "url")}
+    assert parts["function"] == [1, 1, 1, 1, 0, 1]
+    assert parts["model"] == parts["url"] == [3, 6, 3, 26, 4, 5]
+    assert [each.reward for each in scored] == [
+        2 * right - 0.5 * size
+        for right, size in zip(parts["function"], parts["model"], strict=True)
+    ]
     with pytest.raises(RewardError, match="row of copy cow.*answer"):
-        ExactMatch()([response("copy cow", "cow", answer=7)])
+        exact_matches([response("copy cow", "cow", answer=7)])
 
 
 @pytest.mark.parametrize(

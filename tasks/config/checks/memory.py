@@ -21,8 +21,7 @@ from tasks.config.sections import engine_dtype
 from tasks.core import machine
 from tasks.core.finding import Finding
 from tasks.rl.algorithms import ALGORITHMS
-from tasks.rl.rollout.engine import goes_as_adapter
-from tasks.rl.settings import Online
+from tasks.rl.settings import Online, goes_as_adapter
 from tasks.training.engine.failure import smaller
 from tasks.training.engine.zero_config import accumulates_in_fp32
 from tasks.training.job import Peft, Settings

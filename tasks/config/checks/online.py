@@ -18,8 +18,7 @@ from tasks.core.redaction import redact
 from tasks.rl import algorithms
 from tasks.rl.reward_model import RewardFolder
 from tasks.rl.rewards import EXACT_MATCH
-from tasks.rl.rollout.engine import goes_as_adapter, unservable
-from tasks.rl.settings import Loop, Rollout
+from tasks.rl.settings import Loop, Rollout, goes_as_adapter, unservable
 from tasks.rl.user_code import ENVIRONMENT, REWARD, FunctionReference
 from tasks.training.model.families import experts_of
 

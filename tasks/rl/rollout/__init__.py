@@ -4,7 +4,7 @@
     engine.sync_weights()                          and prove that vLLM has them
     responses = engine.generate(requests)          this rank's, several for each request
 
-engine     the interface of a rollout engine, and what vLLM can sample
+engine     the interface of a rollout engine, its settings and requests
 in_rank    vLLM inside each training rank
 servers    vLLM servers over HTTP
 policy     version, checks and folders of the policy before each weight sync

@@ -1,35 +1,62 @@
-"""Interface and requests of all rollout engines, and the policies that they can sample.
-
-Imports no torch: the preflight asks here whether vLLM can serve a policy. Conditions on the model,
-the number of ranks and the machine are checked there.
-"""
+"""Interface of all rollout engines: their settings, and the requests of the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from tasks.core.finding import Finding
 from tasks.rl.responses import Request
-from tasks.rl.settings import Rollout
-from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Generated, Sampling
-from tasks.training.job import Settings
+from tasks.rl.rollout.policy import Policy
+from tasks.rl.rollout.proof import Numbers, SyncProof
+from tasks.rl.settings import Online, Rollout, served_rank
+from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
+from tasks.serving.vllm.job import time_limit
 
-_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
-_TABLES = (*_EMBEDDINGS, "lm_head", "embed_out")
 
+class Engine(ABC):
+    """Samples responses. All ranks call every method together and in the same order.
 
-class Engine(Protocol):
-    """Samples responses. All ranks call every method together and in the same order."""
+    The preflight has checked that vLLM can sample from the policy. `ends` are the ids that end a
+    response, `probes` the prompts, at least one, for the proof of a sync.
+    """
 
-    @property
-    def version(self) -> int:
-        """Version of the policy that the engine samples from; 0: none."""
-        ...
+    def __init__(
+        self,
+        policy: Policy,
+        rollout: Rollout,
+        *,
+        ends: tuple[int, ...],
+        probes: Sequence[Sequence[int]],
+    ) -> None:
+        settings = policy.job.settings
+        self.policy, self.ranks, self.rollout = policy, policy.ranks, rollout
+        self.version = 0  # of the policy that the engine samples from; 0: none
+        self.how = Colocation(
+            model=policy.job.rollout_base or policy.job.base,  # dequantised for a QLoRA policy
+            dtype=settings.dtype,
+            max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
+            max_num_seqs=rollout.max_num_seqs,
+            tensor_parallel=rollout.tensor_parallel,
+            kv_cache_gib=rollout.kv_cache_gib,
+            gpu_memory=rollout.gpu_memory,
+            adapter_rank=served_rank(settings) if policy.as_adapter else None,
+            trust_remote_code=settings.trust_remote_code,
+            timeout_s=rollout.timeout_s or time_limit([policy.job.base]),
+        )
+        limits = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
+        self.sampling = Sampling(*limits, ends)
+        self.proof = SyncProof.of(
+            probes,
+            limit=Online.of(settings.online).loop.mismatch_limit,
+            temperature=rollout.temperature,
+            context=self.how.max_model_len,
+        )
 
+    @abstractmethod
     def sync_weights(self) -> int:
         """Sync the policy's current weights to the engine, prove it, and return their version.
 
@@ -37,8 +64,8 @@ class Engine(Protocol):
         weights; ContractError for tensors that are not those of the configuration; ArtifactError if
         the engine rejects them.
         """
-        ...
 
+    @abstractmethod
     def generate(
         self, requests: Sequence[Request], *, greedy: bool = False
     ) -> list[list[Generated]]:
@@ -47,59 +74,27 @@ class Engine(Protocol):
         A rank may have none. Raises TrainingError if the policy has changed since the last sync, or
         the engine failed or timed out.
         """
-        ...
 
+    @abstractmethod
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
+        """Return the log-probability of every token but the first, at temperature 1.
+
+        By the name of each engine, the same on all ranks.
+        """
+
+    @abstractmethod
+    def sample_each(
+        self, prompts: Sequence[Sequence[int]], limit: int, seed: int
+    ) -> dict[str, list[Generated]]:
+        """Return each engine's response to each prompt, of up to `limit` tokens."""
+
+    @abstractmethod
     def sleep(self) -> None:
         """Free the accelerator's memory until the next sync. The weights may be lost."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Shut the engine down and free everything."""
-        ...
-
-
-def goes_as_adapter(settings: Settings) -> bool:
-    """Return True if vLLM gets the policy as an adapter, False if as merged weights.
-
-    vLLM serves adapters of linear layers up to a rank, without whole modules or new rows.
-    """
-    peft = settings.peft
-    if peft.kind == "none" or peft.use_dora or peft.modules_to_save or settings.new_tokens:
-        return False
-    return served_rank(settings) <= RANKS_OF_ADAPTERS[-1] and not _targets(settings, _TABLES)
-
-
-def served_rank(settings: Settings) -> int:
-    """Return the largest rank of the adapter."""
-    peft = settings.peft
-    return max([peft.rank, *(peft.rank_pattern or {}).values()])
-
-
-def unservable(settings: Settings, rollout: Rollout) -> Iterator[Finding]:
-    """Yield every reason why vLLM cannot sample from this policy."""
-    if not Sampling(rollout.temperature, rollout.top_p, rollout.top_k).has_logprobs:
-        yield Finding(
-            "rollout.temperature",
-            f"{rollout.temperature:g} with rollout.top_p={rollout.top_p:g} and "
-            f"rollout.top_k={rollout.top_k}",
-            "vLLM does not report log-probabilities at a temperature before top-p and top-k",
-            "rollout.top_p=1 rollout.top_k=0, or rollout.temperature=1",
-        )
-    if settings.peft.use_dora and (named := _targets(settings, _EMBEDDINGS)):
-        yield Finding(
-            "peft.target_modules",
-            f"{', '.join(named)} with peft.use_dora=true",
-            "DoRA of an embedding cannot be merged for vLLM",
-            "peft.use_dora=false or peft.target_modules=all-linear",
-        )
-
-
-def _targets(settings: Settings, names: tuple[str, ...]) -> list[str]:
-    """Return the modules of these names that the adapter changes."""
-    peft = settings.peft
-    if peft.kind == "none" or isinstance(peft.target_modules, str):
-        return []
-    return [name for name in peft.target_modules if name in names]
 
 
 class Single(NamedTuple):
@@ -110,10 +105,10 @@ class Single(NamedTuple):
     limit: int
 
 
-def singles(requests: Iterable[Request], rollout: Rollout) -> list[Single]:
-    """Return every response of some requests, each with a seed of its own."""
+def singles(by_rank: Iterable[Sequence[Request]], rollout: Rollout) -> list[Single]:
+    """Return every response that some ranks ask for, each with a seed of its own."""
     made = []
-    for request in requests:
+    for request in (request for requests in by_rank for request in requests):
         states = np.random.SeedSequence(request.seed).generate_state(request.samples, np.uint64)
         limit = rollout.max_new_tokens if request.limit is None else request.limit
         prompt = request.ids.tolist()

@@ -9,19 +9,15 @@ was trained. A 4-bit weight is dequantised.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import ConfigError
-from tasks.rl.rollout.policy import TensorSpec
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES, whole
 from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.packed_model import model_of
@@ -29,8 +25,13 @@ from tasks.weights.model import Model
 from tasks.weights.rounding import row_keys, unbiased
 
 _OF_ADAPTERS = ("lora_", "original_module", "trainable_tokens_")
-SHARD = 2 << 30
-"""Bytes after which `write_merged` begins another file."""
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype (safetensors name) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,26 +54,6 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
         yielded[key] = TensorSpec(tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype])
         yield key, tensor
     require(judge(_contract(facts), yielded), stage="weight sync")
-
-
-def write_merged(module: nn.Module, facts: Model, folder: Path | None, *, base: Path) -> None:
-    """Write the policy as a checkpoint with the base's config.json.
-
-    All ranks take part; those without a folder write nothing. Errors are those of `merged_tensors`,
-    and nothing must be loaded from the folder then.
-    """
-    shard: dict[str, torch.Tensor] = {}
-    files = size = 0
-    for key, tensor in merged_tensors(module, facts):
-        if folder is None:
-            continue
-        shard[key], size = tensor.cpu().clone().contiguous(), size + tensor.nbytes
-        if size > SHARD:
-            save_file(shard, folder / f"model-{files:05d}.safetensors")
-            files, size, shard = files + 1, 0, {}
-    if folder is not None:
-        save_file(shard, folder / f"model-{files:05d}.safetensors")
-        shutil.copy(base / "config.json", folder)
 
 
 def disk_keys(facts: Model) -> Mapping[str, str]:

@@ -17,14 +17,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import TrainingError
-from tasks.rl.rollout.engine import goes_as_adapter
+from tasks.rl.rollout.merged import TensorSpec, merged_tensors
+from tasks.rl.settings import goes_as_adapter
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES, full_shape, trainable, whole
 from tasks.training.job import TrainJob
@@ -33,18 +34,14 @@ from tasks.training.outputs import write_adapter_config
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.names import rename_all
 from tasks.weights.lora import adapter_contract
+from tasks.weights.model import Model, model_facts
 
 MEMORY = Path("/dev/shm")
 PREFIX = "plumbline-policy-"
 _HEADROOM = 1 << 20
 """Bytes for a safetensors header and a configuration."""
-
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype (safetensors name) of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
+_SHARD = 2 << 30
+"""Bytes after which another file of full weights begins."""
 
 
 @dataclass
@@ -65,12 +62,8 @@ class Policy:
     @cached_property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by live name, without a critic's adapter on the same trunk."""
-        parameters = trainable(self.engine.module)
-        if self.job.settings.peft.kind == "none":
-            return parameters
-        return {
-            name: parameter for name, parameter in parameters.items() if ADAPTER in name.split(".")
-        }
+        full, named = self.job.settings.peft.kind == "none", trainable(self.engine.module)
+        return {name: each for name, each in named.items() if full or ADAPTER in name.split(".")}
 
     @cached_property
     def keys(self) -> dict[str, str]:
@@ -85,6 +78,11 @@ class Policy:
             config = Path(folder) / "adapter_config.json"
             return adapter_contract(self.job.base, config, DTYPE_NAMES[self.job.settings.dtype])
 
+    @cached_property
+    def facts(self) -> Model:
+        """Facts about the base."""
+        return model_facts(self.job.base, self.job.settings.dtype)
+
     def advance(self) -> int:
         """Check the policy's current weights and return their new version. All ranks take part.
 
@@ -92,18 +90,14 @@ class Policy:
         TrainingError on every rank for NaN or infinity on any.
         """
         if self.as_adapter:
-            specs = {}
-            for name, key in self.keys.items():
-                parameter = self.parameters[name]
-                dtype = SAFETENSORS_DTYPES[parameter.dtype]
-                specs[key] = TensorSpec(full_shape(parameter), dtype)
+            specs = {
+                key: TensorSpec(full_shape(each), SAFETENSORS_DTYPES[each.dtype])
+                for key, each in ((key, self.parameters[name]) for name, key in self.keys.items())
+            }
             require(judge(self.contract, specs), stage="weight sync")
         self._sums = self._sum_up()
-        mine = [
-            name
-            for name, total in zip(self.parameters, self._sums, strict=True)
-            if not math.isfinite(total)
-        ]
+        totals = zip(self.parameters, self._sums, strict=True)
+        mine = [name for name, total in totals if not math.isfinite(total)]
         broken = sorted({name for names in self.ranks.all_objects(mine) for name in names})
         if broken:
             raise TrainingError(
@@ -124,36 +118,46 @@ class Policy:
                 "be synced first"
             )
 
-    @contextlib.contextmanager
-    def adapter_folder(self) -> Iterator[Path]:
-        """Yield the adapter as a PEFT folder in memory on each node, and delete it afterwards.
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the policy as full weights, see `merged_tensors`."""
+        return merged_tensors(self.engine.module, self.facts)
 
-        All ranks take part; one rank of each node writes.
+    def write(self, folder: Path | None) -> None:
+        """Write the adapter as a PEFT folder, or full weights with the base's config.json.
+
+        All ranks take part; those without a folder write nothing. After an error, which may come
+        after the last tensor, nothing must be loaded from the folder.
         """
-        with memory_folder(self.ranks, self.nbytes) as folder:
-            self.write_adapter(folder if _leads_node() else None)
-            self.ranks.barrier()
-            yield folder
-            self.ranks.barrier()
-
-    def write_adapter(self, folder: Path | None) -> None:
-        """Write the adapter as a PEFT folder. All ranks take part; None writes nothing."""
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in self.parameters.items():
-            with whole([parameter]):
-                if folder is not None:
-                    tensors[self.keys[name]] = parameter.detach().cpu().clone().contiguous()
+        shard: dict[str, torch.Tensor] = {}
+        if self.as_adapter:
+            for name, parameter in self.parameters.items():
+                with whole([parameter]):
+                    if folder is not None:
+                        shard[self.keys[name]] = _on_cpu(parameter.detach())
+            if folder is not None:
+                save_file(shard, folder / "adapter_model.safetensors")
+                write_adapter_config(self.engine.module, folder)
+            return
+        files = size = 0
+        for key, tensor in self.tensors():
+            if folder is None:
+                continue
+            shard[key], size = _on_cpu(tensor), size + tensor.nbytes
+            if size > _SHARD:
+                save_file(shard, folder / f"model-{files:05d}.safetensors")
+                files, size, shard = files + 1, 0, {}
         if folder is not None:
-            save_file(tensors, folder / "adapter_model.safetensors")
-            write_adapter_config(self.engine.module, folder)
+            save_file(shard, folder / f"model-{files:05d}.safetensors")
+            shutil.copy(self.job.base / "config.json", folder)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the trained parameters."""
-        return sum(
-            math.prod(full_shape(parameter)) * parameter.element_size()
-            for parameter in self.parameters.values()
-        )
+        """Bytes of a folder by `write`."""
+        if self.as_adapter:
+            trained = self.parameters.values()
+            return sum(math.prod(full_shape(each)) * each.element_size() for each in trained)
+        item = 4 if self.job.settings.dtype == "float32" else 2
+        return sum(math.prod(expected.shape) * item for expected in self.facts.tensors)
 
     def _sum_up(self) -> tuple[float, ...]:
         """Return the sum of this rank's part of every tensor: shows NaN, infinity and changes."""
@@ -174,7 +178,12 @@ class Policy:
         return flat[self.ranks.rank * size : (self.ranks.rank + 1) * size]
 
 
-def _leads_node() -> bool:
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cpu().clone().contiguous()
+
+
+def leads_node() -> bool:
+    """Return True on one rank of each node."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -187,13 +196,14 @@ def memory_folder(ranks: Ranks, nbytes: int, *, root: str | None = None) -> Iter
     next one begins: its name has the process id.
     """
     mine = None
-    if _leads_node():
-        if root is None:
-            parent, owner = _place_for(nbytes), f"{os.getpid()}"
-            sweep(parent)
-        else:  # a process of another machine may have the same id
-            parent, owner = Path(root).expanduser(), f"{socket.gethostname()}.{os.getpid()}"
+    if leads_node():
+        parent, owner = Path(tempfile.gettempdir()), f"{os.getpid()}"
+        if root is not None:  # a process of another machine may have the same id
+            parent, owner = Path(root).expanduser(), f"{socket.gethostname()}.{owner}"
             parent.mkdir(parents=True, exist_ok=True)
+        elif os.access(MEMORY, os.W_OK | os.X_OK):
+            sweep(MEMORY)
+            parent = MEMORY if shutil.disk_usage(MEMORY).free > nbytes + _HEADROOM else parent
         mine = tempfile.mkdtemp(prefix=f"{PREFIX}{owner}-", dir=parent)
         if root is not None:
             os.chmod(mine, 0o755)  # the servers may belong to another user
@@ -204,14 +214,6 @@ def memory_folder(ranks: Ranks, nbytes: int, *, root: str | None = None) -> Iter
     finally:
         if mine is not None:
             shutil.rmtree(mine, ignore_errors=True)
-
-
-def _place_for(nbytes: int) -> Path:
-    """Return the parent for a folder of this size: memory, or the temporary folder."""
-    fits = os.access(MEMORY, os.W_OK | os.X_OK) and (
-        shutil.disk_usage(MEMORY).free > nbytes + _HEADROOM
-    )
-    return MEMORY if fits else Path(tempfile.gettempdir())
 
 
 def sweep(root: Path) -> None:

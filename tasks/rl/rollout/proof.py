@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,11 +26,12 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import TrainingError
 from tasks.rl.rollout.policy import Policy
-from tasks.rl.settings import Online, Rollout
-from tasks.serving.vllm.colocation import Generated
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.packing import pack
+
+if TYPE_CHECKING:
+    from tasks.rl.rollout.engine import Engine
 
 PROBES = 16
 """Responses of each engine per sync."""
@@ -49,28 +50,8 @@ _FOLLOWED = 0.25
 Numbers: TypeAlias = NDArray[np.float64]
 
 
-class Engines(Protocol):
-    """Engines by name. All ranks call a method together and get the same result."""
-
-    # the log-probability of every token but the first, at temperature 1
-    def score(self, sequences: Sequence[Sequence[int]]) -> Mapping[str, list[Numbers]]: ...
-
-    # each engine's response to each prompt, of up to `limit` tokens
-    def sample_each(
-        self, prompts: Sequence[Sequence[int]], limit: int, seed: int
-    ) -> Mapping[str, list[Generated]]: ...
-
-
-class Probe(NamedTuple):
-    """A prompt, and a response sampled from one version of the policy."""
-
-    prompt: tuple[int, ...]
-    response: Generated
-
-    @property
-    def sequence(self) -> tuple[int, ...]:
-        """Token ids of prompt and response."""
-        return (*self.prompt, *self.response.ids.tolist())
+Probe: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of a prompt, and of a response sampled from one version of the policy."""
 
 
 @dataclass
@@ -81,7 +62,7 @@ class SyncProof:
     prompts: Sequence[tuple[int, ...]] = ()  # of the probes
     new_tokens: int = NEW_TOKENS  # token limit of their responses
     temperature: float = 1.0  # of the rollouts
-    probes: list[Probe] = field(default_factory=list)  # sampled after the last sync, by all engines
+    probes: Sequence[Probe] = ()  # sampled after the last sync, by all engines
     # their log-probabilities by the trainer then, at temperature 1
     trainer: Numbers = field(default_factory=lambda: np.zeros(0))
     engines: Mapping[str, Numbers] = field(default_factory=dict)  # the same by each engine
@@ -92,55 +73,52 @@ class SyncProof:
 
     @classmethod
     def of(
-        cls, prompts: Sequence[Sequence[int]], policy: Policy, rollout: Rollout, context: int
+        cls, prompts: Sequence[Sequence[int]], *, limit: float, temperature: float, context: int
     ) -> SyncProof:
         """Return the proof of the first sync; a probe and one more token fit into the context."""
         new_tokens = max(1, min(NEW_TOKENS, context - 2))
         longest = max(1, min(PROMPT_TOKENS, context - new_tokens - 1))
         cut = [tuple(map(int, prompts[i % len(prompts)]))[:longest] for i in range(PROBES)]
-        limit = Online.of(policy.job.settings.online).loop.mismatch_limit
-        return cls(limit, cut, new_tokens, rollout.temperature)
+        return cls(limit, cut, new_tokens, temperature)
 
     @property
     def mismatch(self) -> float:
         """Mean of `recent`, nats per token: a single sync has few tokens."""
         return sum(self.recent) / max(len(self.recent), 1)
 
-    def prove(self, version: int, policy: Policy, engines: Engines) -> None:
+    def prove(self, version: int, engine: Engine) -> None:
         """Prove that all engines sample from the version that was just synced. Every rank calls it.
 
         Raises TrainingError on every rank if one samples from something else.
         """
-        ranks = policy.ranks
+        ranks, policy = engine.ranks, engine.policy
         if self.probes:
-            now, scores = _trainer_scores(policy, self.probes), _scores(self.probes, engines)
+            now, scores = _trainer_scores(policy, self.probes), _scores(self.probes, engine)
             ranks.on_first(lambda: self.require_moved(version, now, scores))
-        sampled = {
-            name: [Probe(*pair) for pair in zip(self.prompts, responses, strict=True)]
-            for name, responses in engines.sample_each(
-                self.prompts, self.new_tokens, version
-            ).items()
+        sampled = engine.sample_each(self.prompts, self.new_tokens, version)
+        pairs = {
+            name: [(p, tuple(r.ids.tolist())) for p, r in zip(self.prompts, responses, strict=True)]
+            for name, responses in sampled.items()
         }
-        unique = {probe.sequence: probe for probes in sampled.values() for probe in probes}
-        probes = list(unique.values())
+        probes = list(dict.fromkeys(probe for of_engine in pairs.values() for probe in of_engine))
         plain = warm = _trainer_scores(policy, probes)
         if self.temperature != 1:
             warm = _trainer_scores(policy, probes, self.temperature)
-        ends = np.cumsum([len(probe.response.ids) for probe in probes])[:-1]
-        by_trainer = dict(zip(unique, np.split(warm, ends), strict=True))
-        pairs = {
+        ends = np.cumsum([len(response) for _, response in probes])[:-1]
+        by_trainer = dict(zip(probes, np.split(warm, ends), strict=True))
+        compared = {
             name: (
-                np.concatenate([probe.response.logprobs for probe in of_engine]),
-                np.concatenate([by_trainer[probe.sequence] for probe in of_engine]),
+                np.concatenate([response.logprobs for response in sampled[name]]),
+                np.concatenate([by_trainer[probe] for probe in of_engine]),
             )
-            for name, of_engine in sampled.items()
+            for name, of_engine in pairs.items()
         }
-        self.recent.append(ranks.on_first(lambda: self.require_sampled(version, pairs)))
+        self.recent.append(ranks.on_first(lambda: self.require_sampled(version, compared)))
         del self.recent[:-RECENT]
-        self.remember(probes, plain, _scores(probes, engines))
+        self.remember(probes, plain, _scores(probes, engine))
 
     def remember(
-        self, probes: list[Probe], trainer: Numbers, engines: Mapping[str, Numbers]
+        self, probes: Sequence[Probe], trainer: Numbers, engines: Mapping[str, Numbers]
     ) -> None:
         """Keep the probes of a proven sync, for the next one. Arguments are the attributes."""
         self.probes, self.trainer, self.engines = probes, trainer, engines
@@ -200,9 +178,11 @@ class SyncProof:
 
 def _trainer_scores(policy: Policy, probes: Sequence[Probe], temperature: float = 1.0) -> Numbers:
     """Return the trainer's log-probabilities of all responses, end to end. All ranks take part."""
-    lengths = [(len(probe.prompt), len(probe.response.ids)) for probe in probes]
-    marks = np.concatenate([np.repeat(np.array([0, 1], np.uint8), pair) for pair in lengths])
-    examples = Examples.of_texts([np.array(probe.sequence) for probe in probes], marks)
+    parts = [len(part) for probe in probes for part in probe]
+    marks: NDArray[np.uint8] = np.repeat(np.array([0, 1] * len(probes), np.uint8), parts)
+    examples = Examples.of_texts(
+        [np.array(prompt + response) for prompt, response in probes], marks
+    )
     row = pack(examples, range(len(probes))).to(policy.ranks.device)
     was_training = policy.engine.module.training
     policy.engine.eval()
@@ -213,10 +193,10 @@ def _trainer_scores(policy: Policy, probes: Sequence[Probe], temperature: float 
     return numbers
 
 
-def _scores(probes: Sequence[Probe], engines: Engines) -> dict[str, Numbers]:
+def _scores(probes: Sequence[Probe], engine: Engine) -> dict[str, Numbers]:
     """Return each engine's log-probabilities of all responses, end to end."""
-    by_engine = engines.score([probe.sequence for probe in probes])
+    by_engine = engine.score([prompt + response for prompt, response in probes])
     return {
-        name: np.concatenate([s[len(p.prompt) - 1 :] for p, s in zip(probes, scores, strict=True)])
+        name: np.concatenate([s[len(p[0]) - 1 :] for p, s in zip(probes, scores, strict=True)])
         for name, scores in by_engine.items()
     }

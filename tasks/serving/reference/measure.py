@@ -1,4 +1,4 @@
-"""Fingerprints, greedy tokens, log-probabilities and errors of layers of a loaded model.
+"""Fingerprints of a loaded model.
 
 Every sequence runs alone, without padding and without an attention mask, as the training engine
 measures itself: only the same arithmetic gives the same bits. Token ids go to the device of the
@@ -8,8 +8,7 @@ model's embeddings, and results return to the CPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,6 @@ from tasks.witness.plumbline_witness.prints import TOP_K, FormatNoise, largest_s
 
 COPIES = 8
 """Copies of a probe in one batch to measure repeat noise; a batch uses other kernels."""
-ALTERNATIVES = 5
-"""Candidates reported for every greedy step, including the chosen token."""
 LARGEST = 65504.0
 """Largest number of float16."""
 
@@ -95,13 +92,10 @@ def fingerprint(model: Any, reference: Fingerprint, copies: int = 1) -> Fingerpr
 
 def _logits(model: Any, probe: Sequence[int], copies: int = 1) -> torch.Tensor:
     """Return the logits of all positions but the last, (T-1, V) float32, of the first copy."""
-    out = model(_ids(model, [probe] * copies)).logits
+    ids = torch.tensor([list(probe)] * copies, device=input_device(model))
+    out = model(ids).logits
     logits: torch.Tensor = out[0, :-1].float()
     return logits
-
-
-def _ids(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    return torch.tensor([list(row) for row in rows], device=input_device(model))
 
 
 def _dtype(model: Any) -> str:
@@ -136,112 +130,3 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
         steps=np.concatenate([largest_steps(rows.numpy()) for rows in logits]),
         **_facts(model),
     )
-
-
-@torch.no_grad()
-def token_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token of a response, in nats, over the full vocabulary."""
-    ids = _ids(model, [[*prompt, *response]])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    logprobs: list[float] = (
-        logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
-    )
-    return logprobs
-
-
-@torch.no_grad()
-def sample(
-    model: Any,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    eos: Collection[int],
-    temperature: float,
-    seed: int,
-) -> list[int]:
-    """Sample one response to a prompt; return its tokens, including the EOS if it was reached."""
-    generator = torch.Generator().manual_seed(seed)  # on CPU: the same samples on every device
-
-    def choose(logits: torch.Tensor) -> int:
-        probabilities = (logits / temperature).softmax(dim=-1).cpu()
-        return int(torch.multinomial(probabilities, 1, generator=generator))
-
-    return _decode(model, prompt, choose, max_new_tokens, eos)
-
-
-@torch.no_grad()
-def greedy(
-    model: Any, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
-) -> tuple[list[int], list[list[tuple[int, float]]]]:
-    """Decode one prompt greedily.
-
-    Returns the new tokens, including the EOS if it was reached, and for each of them the
-    `ALTERNATIVES` most likely tokens with their logits, which tell a tie from a difference.
-    """
-    candidates: list[list[tuple[int, float]]] = []
-
-    def choose(logits: torch.Tensor) -> int:
-        values, ids = logits.topk(min(ALTERNATIVES, logits.shape[-1]))
-        candidates.append(list(zip(ids.tolist(), values.tolist(), strict=True)))
-        return int(logits.argmax())
-
-    return _decode(model, prompt, choose, max_new_tokens, eos), candidates
-
-
-def _decode(
-    model: Any,
-    prompt: Sequence[int],
-    choose: Callable[[torch.Tensor], int],
-    max_new_tokens: int,
-    eos: Collection[int],
-) -> list[int]:
-    """Append tokens to a prompt until an EOS; `choose` picks one by its (V,) float32 logits."""
-    tokens: list[int] = []
-    inputs, past = _ids(model, [prompt]), None
-    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in eos):
-        out = model(input_ids=inputs, past_key_values=past, use_cache=True)
-        past = out.past_key_values
-        tokens.append(choose(out.logits[0, -1].float()))
-        inputs = _ids(model, [tokens[-1:]])
-    return tokens
-
-
-@torch.no_grad()
-def layer_errors(
-    original: Any, quantized: Any, rows: Sequence[Sequence[int]]
-) -> list[tuple[str, float]]:
-    """Return the relative error of each quantised layer's outputs, the largest first.
-
-    The error of a layer is sqrt(sum |y' - y|^2 / sum |y|^2) over all tokens. Both layers get the
-    original model's inputs, so that an error is blamed on the layer that makes it and not on those
-    after it. Rows are token ids.
-    """
-    named = dict(quantized.named_modules())
-    layers = {
-        name: module
-        for name, module in named.items()
-        if getattr(module, "quantization_scheme", None) is not None
-    }
-    if not layers:  # from GGUF, where every linear layer is quantised and already decoded
-        layers = {name: m for name, m in named.items() if isinstance(m, torch.nn.Linear)}
-    quantized(_ids(quantized, [rows[0][:2]]))  # decompresses the weights
-    sums = {name: [0.0, 0.0] for name in layers}
-    modules = dict(original.named_modules())
-    hooks = [
-        modules[name].register_forward_hook(partial(_add, layer, sums[name]))
-        for name, layer in layers.items()
-    ]
-    for row in rows:
-        original(_ids(original, [row]))
-    for hook in hooks:
-        hook.remove()
-    errors = {name: (lost / max(total, 1e-30)) ** 0.5 for name, (lost, total) in sums.items()}
-    return sorted(errors.items(), key=lambda item: -item[1])
-
-
-def _add(layer: Any, sums: list[float], _: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Add the squared error and the squared size of one layer's outputs to `sums`."""
-    exact = output.float()
-    changed = layer(*(x.to(layer.weight.device) for x in inputs)).to(exact.device).float()
-    sums[0] += float((changed - exact).square().sum())
-    sums[1] += float(exact.square().sum())

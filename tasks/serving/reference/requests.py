@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 Tokens = Sequence[Sequence[int]]
+ALTERNATIVES = 5
+"""Candidates reported for every greedy step, including the chosen token."""
 ARGUMENTS, RESULT = "arguments.pickle", "result.pickle"
 """Files in the folder of a request."""
 
@@ -98,49 +101,93 @@ def rewards(
     return Scores(scores, rewarder.noise(probes) if elsewhere else None, rewarder.on)
 
 
-def greedy(model: ModelRef, prompts: Tokens, max_new_tokens: int, eos: Sequence[int]) -> Generated:
-    """Generate greedily, one prompt at a time."""
-    from tasks.serving.reference.measure import greedy
-
-    loaded, ends = load(model), frozenset(eos)
-    began = time.perf_counter()
-    done = [greedy(loaded, p, max_new_tokens=max_new_tokens, eos=ends) for p in prompts]
-    seconds = time.perf_counter() - began
-    return Generated([tokens for tokens, _ in done], [steps for _, steps in done], seconds)
-
-
-def sample(
-    model: ModelRef,
-    prompts: Tokens,
-    max_new_tokens: int,
-    temperature: float,
-    eos: Sequence[int],
+def generate(
+    model: ModelRef, prompts: Tokens, most: int, eos: Sequence[int], temperature: float
 ) -> Generated:
-    """Sample a response to each prompt, with the number of the prompt as seed."""
-    from tasks.serving.reference.measure import sample
+    """Generate up to `most` tokens for one prompt at a time, until an EOS, which is included.
 
-    loaded, ends = load(model), frozenset(eos)
-    how = {"max_new_tokens": max_new_tokens, "eos": ends, "temperature": temperature}
-    began = time.perf_counter()
-    tokens = [sample(loaded, p, seed=n, **how) for n, p in enumerate(prompts)]
-    return Generated(tokens, [], time.perf_counter() - began)
+    Greedily, or sampled at a temperature > 0 with the number of the prompt as seed. Greedy steps
+    come with their most likely tokens, which tell a tie from a difference.
+    """
+    import torch
+
+    loaded = load(model)
+    began, responses, candidates = time.perf_counter(), [], []
+    for number, prompt in enumerate(prompts):
+        draw = torch.Generator().manual_seed(number)  # on CPU: the same samples on every device
+        tokens: list[int] = []
+        steps: list[list[tuple[int, float]]] = []
+        inputs, past = _ids(loaded, prompt), None
+        while len(tokens) < most and not (tokens and tokens[-1] in eos):
+            with torch.no_grad():
+                out = loaded(input_ids=inputs, past_key_values=past, use_cache=True)
+            past, logits = out.past_key_values, out.logits[0, -1].float()
+            if temperature:
+                probabilities = (logits / temperature).softmax(dim=-1).cpu()
+                tokens.append(int(torch.multinomial(probabilities, 1, generator=draw)))
+            else:
+                values, ids = logits.topk(min(ALTERNATIVES, logits.shape[-1]))
+                steps.append(list(zip(ids.tolist(), values.tolist(), strict=True)))
+                tokens.append(int(logits.argmax()))
+            inputs = _ids(loaded, tokens[-1:])
+        responses.append(tokens)
+        candidates.append(steps)
+    return Generated(responses, candidates, time.perf_counter() - began)
 
 
 def token_logprobs(model: ModelRef, prompts: Tokens, responses: Tokens) -> list[list[float]]:
-    """Return the log-probability of each token of each response, in nats."""
-    from tasks.serving.reference.measure import token_logprobs
+    """Return the log-probability of each token of each response, in nats, over all tokens."""
+    import torch
 
-    loaded = load(model)
-    pairs = zip(prompts, responses, strict=True)
-    return [token_logprobs(loaded, *pair) for pair in pairs]
+    loaded, logprobs = load(model), []
+    for prompt, response in zip(prompts, responses, strict=True):
+        ids = _ids(loaded, [*prompt, *response])
+        with torch.no_grad():
+            logits = loaded(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        at_ids = logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+        logprobs.append(at_ids[:, 0].tolist())
+    return logprobs
 
 
 def layer_errors(model: ModelRef, quantized: Path, rows: Tokens) -> list[tuple[str, float]]:
-    """Return the relative output error of each layer once quantised, the largest first."""
-    from tasks.serving.reference.measure import layer_errors
+    """Return the relative error of each quantised layer's outputs, the largest first.
 
-    stored = load(replace(model, path=quantized), as_stored=True)
-    return layer_errors(load(model), stored, rows)
+    The error of a layer is sqrt(sum |y' - y|^2 / sum |y|^2) over all tokens of the rows. Both
+    layers get the original model's inputs, so that an error is blamed on the layer that makes it
+    and not on those after it.
+    """
+    import torch
+
+    stored, original = load(replace(model, path=quantized), as_stored=True), load(model)
+    named, modules = dict(stored.named_modules()), dict(original.named_modules())
+    layers = {n: m for n, m in named.items() if getattr(m, "quantization_scheme", None) is not None}
+    if not layers:  # from GGUF, where every linear layer is quantised and already decoded
+        layers = {n: m for n, m in named.items() if isinstance(m, torch.nn.Linear)}
+    sums = {name: [0.0, 0.0] for name in layers}
+
+    def add(layer: Any, total: list[float], _: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        exact = output.float()
+        changed = layer(*(x.to(layer.weight.device) for x in inputs)).to(exact.device).float()
+        total[0] += float((changed - exact).square().sum())
+        total[1] += float(exact.square().sum())
+
+    with torch.no_grad():
+        stored(_ids(stored, rows[0][:2]))  # decompresses the weights
+        for name, layer in layers.items():
+            modules[name].register_forward_hook(partial(add, layer, sums[name]))
+        for row in rows:
+            original(_ids(original, row))
+    errors = {name: (lost / max(total, 1e-30)) ** 0.5 for name, (lost, total) in sums.items()}
+    return sorted(errors.items(), key=lambda item: -item[1])
+
+
+def _ids(model: Any, tokens: Sequence[int]) -> Any:
+    """Return token ids as a batch of one, on the model's device."""
+    import torch
+
+    from tasks.serving.reference.load import input_device
+
+    return torch.tensor([list(tokens)], device=input_device(model))
 
 
 def load(model: ModelRef, *, as_stored: bool = False) -> Any:

@@ -44,7 +44,6 @@ class Colocated:
     def __init__(self, how: Colocation, sampling: Sampling) -> None:
         """Start the engine. Raises ConfigError, or vLLM's own errors."""
         self.how, self.sampling = how, sampling
-        self.version = 0  # of the policy that it holds; 0: none
         # Bytes of the GPU that torch had reserved when the engine went to sleep, and those of them
         # that it gave back then, which torch still counts.
         self.awake = self.slept = 0
@@ -64,25 +63,23 @@ class Colocated:
         core = self._llm.llm_engine
         if self._adapter is not None:
             core.remove_lora(self._adapter.lora_int_id)
-            self._adapter, self.version = None, 0
+            self._adapter = None
         request = LoRARequest(f"policy-{version}", version, str(folder))
         with _accepted(version):
             core.add_lora(request)
         self._loaded.require_sent(folder, version)
-        self._adapter, self.version = request, version
+        self._adapter = request
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Replace the full weights by a checkpoint's tensors, by their keys on disk, tied ones too.
 
         Raises ArtifactError if vLLM rejects them.
         """
-        self.version = 0
         remaining = iter(tensors)
         with _accepted(version):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": remaining})
         for _ in remaining:  # the caller checks its contract after the last one
             pass
-        self.version = version
 
     def generate(
         self,
@@ -154,15 +151,15 @@ class Colocated:
                     )
         return [outputs[name] for name in names]
 
-    def sleep(self) -> None:
-        """Free a GPU's memory until the engine wakes. Does nothing on a CPU.
+    def sleep(self) -> bool:
+        """Free a GPU's memory until the engine wakes; return True if the weights are dropped.
 
         The base of an adapter moves to host memory. Full weights are dropped, since each sync sends
-        all of them: the engine holds no version afterwards. vLLM 0.32 keeps the model's buffers by
-        itself (`gpu_worker.py`, `sleep`).
+        all of them. vLLM 0.32 keeps the model's buffers by itself (`gpu_worker.py`, `sleep`). Does
+        nothing on a CPU.
         """
         if not on_gpu() or self._asleep:
-            return
+            return False
         import torch
 
         full = self.how.adapter_rank is None
@@ -171,8 +168,7 @@ class Colocated:
         self._llm.sleep(level=2 if full else 1)
         self.slept = _free_bytes() - free
         self._asleep = [WEIGHTS, CACHE]
-        if full:
-            self.version = 0
+        return full
 
     def wake(self, *tags: str) -> None:
         """Take memory again: that of these tags, or all of it."""

@@ -1,11 +1,10 @@
 """Estimators of advantages (GAE, GRPO, RLOO, REINFORCE++) and of the KL: functions of tensors.
 
-`by_...` are those of the algorithms: functions of an iteration's `Experience` and section `rl` that
-return advantages (N,) and the critic's targets (N,), None without a critic. The score of a response
-is the reward of its last token. With an environment, its reward of a turn is that of the turn's
-last token, and the rest of the score that of the episode's last one; observations between sampled
-tokens take no time. Estimators by groups use the sum over the episode. With `rl.kl_in=reward` the
-KL to the reference is subtracted from the reward of every token.
+`estimate` returns advantages (N,) and the critic's targets (N,), None without a critic. The score
+of a response is the reward of its last token. With an environment, its reward of a turn is that of
+the turn's last token, and the rest of the score that of the episode's last one; observations
+between sampled tokens take no time. Estimators by groups use the sum over the episode. With
+`rl.kl_in=reward` the KL to the reference is subtracted from the reward of every token.
 
 Shape suffixes: N response tokens, S responses, end to end. `lengths_S` (int64) are the tokens of
 each response, `groups_S` (int64) are equal for responses to one prompt. Half-precision input is
@@ -26,54 +25,34 @@ if TYPE_CHECKING:
 Estimated = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def estimate(name: str, experience: Experience, loop: Loop) -> Estimated:
-    """Return advantages and returns by the estimator of that name, see `algorithms.py`."""
-    estimators = {
-        function.__name__: function
-        for function in (
-            by_critic, by_normalized_group, by_centered_group, by_leave_one_out, by_returns,
-            by_returns_above_group,
+def estimate(name: str, x: Experience, loop: Loop) -> Estimated:
+    """Return advantages and returns by the estimator of that name, see `algorithms.py`.
+
+    PPO has GAE over the tokens' rewards (arXiv:1707.06347, 1506.02438); REINFORCE++ returns that
+    are normalised over the whole iteration (arXiv:2501.03262, sec. 3), with a baseline those of
+    scores minus their group's mean; the others the response's score within its group.
+    """
+    if name == "gae":
+        assert x.values is not None
+        rewards_N = _token_rewards(x, loop, x.rewards)
+        advantages_N, returns_N = gae(
+            rewards_N, x.values, x.lengths, gamma=loop.gamma, lam=loop.gae_lambda
         )
-    }  # fmt: skip
-    return estimators[name](experience, loop)
-
-
-def by_critic(x: Experience, loop: Loop) -> Estimated:
-    """PPO: GAE over the tokens' rewards, arXiv:1707.06347 and 1506.02438."""
-    assert x.values is not None
-    rewards_N = _token_rewards(x, loop, x.rewards)
-    advantages_N, returns_N = gae(
-        rewards_N, x.values, x.lengths, gamma=loop.gamma, lam=loop.gae_lambda
-    )
-    return whiten(advantages_N) if loop.whiten else advantages_N, returns_N
-
-
-def by_normalized_group(x: Experience, loop: Loop) -> Estimated:
-    """GRPO, DAPO and GSPO: scores normalised within their group."""
-    return spread(group_normalized(_response_scores(x, loop), x.groups), x.lengths), None
-
-
-def by_centered_group(x: Experience, loop: Loop) -> Estimated:
-    """Dr. GRPO: scores minus their group's mean."""
-    return spread(group_centered(_response_scores(x, loop), x.groups), x.lengths), None
-
-
-def by_leave_one_out(x: Experience, loop: Loop) -> Estimated:
-    """RLOO: scores minus the mean of the other scores of their group."""
-    advantages_N = spread(leave_one_out(_response_scores(x, loop), x.groups), x.lengths)
-    return whiten(advantages_N) if loop.whiten else advantages_N, None
-
-
-def by_returns(x: Experience, loop: Loop) -> Estimated:
-    """REINFORCE++, arXiv:2501.03262, sec. 3: returns, normalised over the whole iteration."""
-    rewards_N = _token_rewards(x, loop, x.rewards)
-    return whiten(returns_to_go(rewards_N, x.lengths, gamma=loop.gamma)), None
-
-
-def by_returns_above_group(x: Experience, loop: Loop) -> Estimated:
-    """REINFORCE++ with baseline, ibid.: as `by_returns`, of scores minus their group's mean."""
-    rewards_N = _token_rewards(x, loop, group_centered(x.rewards, x.groups))
-    return whiten(returns_to_go(rewards_N, x.lengths, gamma=loop.gamma)), None
+        return whiten(advantages_N) if loop.whiten else advantages_N, returns_N
+    if name in ("returns", "centered_returns"):
+        scores_S = x.rewards if name == "returns" else group_centered(x.rewards, x.groups)
+        rewards_N = _token_rewards(x, loop, scores_S)
+        return whiten(returns_to_go(rewards_N, x.lengths, gamma=loop.gamma)), None
+    in_group = {
+        "group_normalized": group_normalized,
+        "group_centered": group_centered,
+        "leave_one_out": leave_one_out,
+    }[name]
+    kl_N, scores_S = _kl(x, loop), x.rewards
+    if kl_N is not None:
+        scores_S = scores_S - x.kl_coef * sums(kl_N, x.lengths)
+    advantages_N = spread(in_group(scores_S, x.groups), x.lengths)
+    return whiten(advantages_N) if loop.whiten and name == "leave_one_out" else advantages_N, None
 
 
 def _token_rewards(x: Experience, loop: Loop, scores_S: torch.Tensor) -> torch.Tensor:
@@ -85,12 +64,6 @@ def _token_rewards(x: Experience, loop: Loop, scores_S: torch.Tensor) -> torch.T
         rewards_N = x.turn_rewards + on_last_token(rest_S, x.lengths)
     kl_N = _kl(x, loop)
     return rewards_N if kl_N is None else rewards_N - x.kl_coef * kl_N
-
-
-def _response_scores(x: Experience, loop: Loop) -> torch.Tensor:
-    """Return the scores of whole responses, minus the weighted KL of their tokens: (S,)."""
-    kl_N = _kl(x, loop)
-    return x.rewards if kl_N is None else x.rewards - x.kl_coef * sums(kl_N, x.lengths)
 
 
 def _kl(x: Experience, loop: Loop) -> torch.Tensor | None:

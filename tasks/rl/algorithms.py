@@ -18,7 +18,7 @@ from tasks.rl.settings import Loop
 class Algorithm(NamedTuple):
     """One algorithm."""
 
-    estimate: str  # name of the function in `advantages.py`
+    estimate: str  # name of the estimator in `advantages.estimate`
     described: str  # the advantage of each token, in words
     # kind of mean in the loss: `tokens`, `sequences` or `constant`, see `losses.py`
     aggregate: str = "tokens"
@@ -32,22 +32,22 @@ _NORMALISED = "score minus its group's mean, over its deviation"
 _OF_ITERATION = "normalised over the iteration"
 ALGORITHMS: Mapping[str, Algorithm] = {
     # arXiv:1707.06347
-    "ppo": Algorithm("by_critic", "GAE", critic=True, groups=False),
+    "ppo": Algorithm("gae", "GAE", critic=True, groups=False),
     # arXiv:2402.03300
-    "grpo": Algorithm("by_normalized_group", _NORMALISED, "sequences"),
+    "grpo": Algorithm("group_normalized", _NORMALISED, "sequences"),
     # arXiv:2503.14476
-    "dapo": Algorithm("by_normalized_group", _NORMALISED),
+    "dapo": Algorithm("group_normalized", _NORMALISED),
     # arXiv:2503.20783
-    "dr_grpo": Algorithm("by_centered_group", "score minus its group's mean", "constant"),
+    "dr_grpo": Algorithm("group_centered", "score minus its group's mean", "constant"),
     # arXiv:2402.14740
-    "rloo": Algorithm("by_leave_one_out", "score minus the mean of its group's others"),
+    "rloo": Algorithm("leave_one_out", "score minus the mean of its group's others"),
     # arXiv:2501.03262, both
-    "reinforce_pp": Algorithm("by_returns", f"return, {_OF_ITERATION}", groups=False),
+    "reinforce_pp": Algorithm("returns", f"return, {_OF_ITERATION}", groups=False),
     "reinforce_pp_baseline": Algorithm(
-        "by_returns_above_group", f"return minus its group's mean, {_OF_ITERATION}"
+        "centered_returns", f"return minus its group's mean, {_OF_ITERATION}"
     ),
     # arXiv:2507.18071
-    "gspo": Algorithm("by_normalized_group", _NORMALISED, "sequences", "sequence"),
+    "gspo": Algorithm("group_normalized", _NORMALISED, "sequences", "sequence"),
 }
 _MEANS = {
     "tokens": "over all tokens",

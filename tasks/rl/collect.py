@@ -73,11 +73,11 @@ class Collector:
         `first` + g of the iteration (0: an evaluation), so a prompt that occurs twice gets
         different responses.
         """
-        groups = range(self.ranks.rank, len(numbers), self.ranks.world_size)
-        prompts = [self.prompts[numbers[g]] for g in groups]
         requests = self.requests(numbers, iteration, samples, first=first)
-        by_request = self._respond(requests, prompts, clock, greedy)
-        mine = [replace(r, group=g) for g, of in zip(groups, by_request, strict=True) for r in of]
+        groups = [g for g in self._groups(numbers) for _ in range(samples)]
+        prompts = [self.prompts[numbers[g]] for g in groups]
+        responses = self._respond(requests, prompts, clock, greedy)
+        mine = [replace(r, group=g) for g, r in zip(groups, responses, strict=True)]
         with clock.phase("score"):
             mine = self.rewards.score(mine)
         for i, response in enumerate(mine):
@@ -96,21 +96,25 @@ class Collector:
     ) -> list[Request]:
         """Return this rank's share of the requests of `sample`, whose arguments it has."""
         return [
-            Request(self.prompts[numbers[g]].ids, samples,
-                    request_seed(self.seed, iteration, first + g))
-            for g in range(self.ranks.rank, len(numbers), self.ranks.world_size)
-        ]  # fmt: skip
+            Request(self.prompts[numbers[g]].ids, request_seed(self.seed, iteration, first + g), n)
+            for g in self._groups(numbers)
+            for n in range(samples)
+        ]
+
+    def _groups(self, numbers: Sequence[int]) -> range:
+        """Return the groups that this rank samples."""
+        return range(self.ranks.rank, len(numbers), self.ranks.world_size)
 
     def _respond(
         self, requests: Sequence[Request], prompts: Sequence[Prompt], clock: Clock, greedy: bool
-    ) -> list[list[Response]]:
-        """Return the responses to each request; with an environment, whole episodes."""
+    ) -> list[Response]:
+        """Return the response to each request; with an environment, a whole episode."""
         if self.episodes is not None:
             return self.episodes.play(requests, prompts, clock, greedy=greedy)
         with clock.phase("generate"):
             generated = self.engine.generate(requests, greedy=greedy)
         decode = self.tokenizer.decode
         return [
-            [Response(prompt, g, decode(g.ids, skip_special_tokens=True)) for g in some]
-            for prompt, some in zip(prompts, generated, strict=True)
+            Response(prompt, g, decode(g.ids, skip_special_tokens=True))
+            for prompt, g in zip(prompts, generated, strict=True)
         ]

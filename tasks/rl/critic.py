@@ -75,10 +75,9 @@ def start_critic(
     """Build the critic that section `rl` describes."""
     settings = job.settings
     optim = replace(settings.optim, lr=loop.critic_lr or settings.optim.lr)
-    dtype = DTYPES[settings.dtype]
     if loop.critic == "shared":
         _add_adapter(policy, job)
-        head = _value_head(model_of(policy), dtype).to(ranks.device)
+        head = _value_head(policy, job).to(ranks.device)
         policy.set_adapter(CRITIC)
         engine = start_engine(ValueModel(policy, head), config, optim)
         policy.set_adapter(ADAPTER)
@@ -89,14 +88,14 @@ def start_critic(
     if outputs is not None and outputs.weight is not inputs.weight:
         outputs.requires_grad_(False)  # the value head takes its place
     with partitioned(config):
-        head = _value_head(model, dtype)
+        head = _value_head(trunk, job)
     return Critic(start_engine(ValueModel(trunk, head), config, optim), optim)
 
 
-def _value_head(model: Any, dtype: torch.dtype) -> nn.Linear:
+def _value_head(trunk: Any, job: TrainJob) -> nn.Linear:
     """Return a head that starts at zero: the first advantages are then the rewards, not noise."""
-    hidden = model.config.get_text_config().hidden_size
-    head = nn.Linear(hidden, 1, bias=True, dtype=dtype)
+    hidden = model_of(trunk).config.get_text_config().hidden_size
+    head = nn.Linear(hidden, 1, dtype=DTYPES[job.settings.dtype])
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
@@ -108,10 +107,9 @@ def _add_adapter(policy: Any, job: TrainJob) -> None:
     plain = replace(job.settings.peft, init="default", modules_to_save=())
     config = lora_config(plain, head="tokens", model=model_of(policy))
     policy.add_adapter(CRITIC, config, autocast_adapter_dtype=False)
-    dtype = DTYPES[job.settings.dtype]
     for name, parameter in policy.named_parameters():
         if f".{CRITIC}." in name:
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(DTYPES[job.settings.dtype])
     if job.adapter is not None:
         load_into(policy, job.adapter, CRITIC)
     policy.set_adapter(ADAPTER)

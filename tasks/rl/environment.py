@@ -149,7 +149,6 @@ class _Episode:
 
     key: str  # identifies it among the episodes of this rank
     request: Request
-    number: int  # among the responses to the prompt
     prompt: Prompt
     budget: int  # tokens after the prompt, sampled or observed
     context: NDArray[np.int32]  # (L,) token ids of prompt, responses and observations so far
@@ -159,9 +158,9 @@ class _Episode:
 
     def next_request(self) -> Request:
         """Return the request for the next response, with a seed of its own."""
-        seed = request_seed(self.request.seed, len(self.turns), self.number)
+        seed = request_seed(self.request.seed, len(self.turns), self.request.number)
         room = self.budget - (len(self.context) - len(self.prompt.ids))
-        return Request(self.context, 1, seed, room)
+        return Request(self.context, seed, limit=room)
 
     def response(self) -> Response:
         """Return the finished episode."""
@@ -192,16 +191,12 @@ class Episodes:
         clock: Clock,
         *,
         greedy: bool = False,
-    ) -> list[list[Response]]:
-        """Return the finished episodes of each request of this rank. All ranks take part."""
-        by_request = [
-            [
-                _Episode(f"{n}-{i}", request, i, prompt, self.budget, prompt.ids)
-                for i in range(request.samples)
-            ]
+    ) -> list[Response]:
+        """Return the finished episode of each request of this rank. All ranks take part."""
+        episodes = [
+            _Episode(str(n), request, prompt, self.budget, prompt.ids)
             for n, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
         ]
-        episodes = [episode for of_request in by_request for episode in of_request]
         with clock.phase("environment"):
             self.environment.reset(
                 {episode.key: episode.prompt for episode in episodes},
@@ -210,15 +205,14 @@ class Episodes:
         running, asked = episodes, list(requests)
         for turn in count(1):
             with clock.phase("generate"):
-                generated = self.engine.generate(asked, greedy=greedy)
-            sampled = [response for of_request in generated for response in of_request]
+                sampled = self.engine.generate(asked, greedy=greedy)
             with clock.phase("environment"):
                 running = self._step(running, sampled, last=turn == self.max_turns)
             if not any(self.ranks.all_objects(bool(running))):
                 break
             asked = [episode.next_request() for episode in running]
         self.environment.end()
-        return [[episode.response() for episode in of_request] for of_request in by_request]
+        return [episode.response() for episode in episodes]
 
     def _step(
         self, running: Sequence[_Episode], sampled: Sequence[Generated], *, last: bool

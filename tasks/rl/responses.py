@@ -31,12 +31,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to sample responses to."""
+    """One response to sample."""
 
     ids: NDArray[np.int32]  # (P,) token ids of the prompt
-    samples: int  # number of responses
-    seed: int  # sampling seed. The same prompt, weights and seed give the same responses
-    limit: int | None = None  # token limit of a response; None: `rollout.max_new_tokens`
+    seed: int  # the same for all responses to a prompt
+    number: int = 0  # among the responses to the prompt
+    limit: int | None = None  # token limit of the response; None: `rollout.max_new_tokens`
+
+    @property
+    def sampling_seed(self) -> int:
+        """Seed of the response. The same prompt, weights and seed give the same response."""
+        states = np.random.SeedSequence(self.seed).generate_state(self.number + 1, np.uint64)
+        return int(states[-1] >> np.uint64(1))
 
 
 @dataclass(frozen=True)

@@ -195,23 +195,21 @@ class Endpoint:
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
         """Return the rewards of all responses, requested batch after batch."""
-        size = self._reward.batch
-        batches = (responses[i : i + size] for i in range(0, len(responses), size))
-        return [reward for batch in batches for reward in self._rewards(batch)]
+        size, rewards = self._reward.batch, list[float]()
+        for batch in (responses[i : i + size] for i in range(0, len(responses), size)):
+            text = self._answer(batch)
+            try:
+                answered = json.loads(text)["rewards"]
+            except (ValueError, KeyError, TypeError):
+                hint = 'answer {"rewards": [one number per response]}'
+                what = f"does not answer JSON with rewards but {shortened(text)}"
+                raise self._error(what, batch, hint) from None
+            rewards += validate_rewards(answered, batch, self.label)
+        return rewards
 
     def close(self) -> None:
         """Close connections."""
         self._client.close()
-
-    def _rewards(self, responses: Sequence[Response]) -> list[float]:
-        text = self._answer(responses)
-        try:
-            rewards = json.loads(text)["rewards"]
-        except (ValueError, KeyError, TypeError):
-            hint = 'answer {"rewards": [one number per response]}'
-            what = f"does not answer JSON with rewards but {shortened(text)}"
-            raise self._error(what, responses, hint) from None
-        return validate_rewards(rewards, responses, self.label)
 
     def _answer(self, responses: Sequence[Response]) -> str:
         """Return the text of the first attempt that succeeds."""
@@ -263,12 +261,11 @@ def validate_rewards(rewards: object, responses: Sequence[Response], label: str)
         wrong = f"{shortened(rewards)}, not a list of numbers"
     elif len(rewards) != len(responses):
         wrong = f"{len(rewards)} rewards for {len(responses)} responses"
-    else:
-        bad = [number for number, value in enumerate(rewards) if not is_finite_number(value)]
-        if not bad:
-            return [float(value) for value in rewards]
+    elif bad := [number for number, value in enumerate(rewards) if not is_finite_number(value)]:
         first = responses[bad[0]]
         wrong = f"{shortened(rewards[bad[0]])} for {describe(first.prompt)}"
+    else:
+        return [float(value) for value in rewards]
     raise RewardError(
         f"{label} gave {wrong}",
         details=error_details(first.prompt, first.text),
@@ -287,12 +284,12 @@ def is_finite_number(value: object) -> bool:
 
 def describe(prompt: Prompt) -> str:
     """Return the id of a prompt's row and the start of its last message."""
-    return f"{prompt.row.get('id', 'a row without id')}: {_last_message(prompt)[:60]!r}"
+    return f"{prompt.row.get('id', 'a row without id')}: {_asked(prompt)[:60]!r}"
 
 
 def error_details(prompt: Prompt, response: str | None = None) -> list[str]:
     """Return the lines of an error that show a prompt and its response."""
-    lines = [f"row: {prompt.row.get('id')}", f"prompt: {shortened(_last_message(prompt))}"]
+    lines = [f"row: {prompt.row.get('id')}", f"prompt: {shortened(_asked(prompt))}"]
     return lines if response is None else [*lines, f"response: {shortened(response)}"]
 
 
@@ -302,5 +299,5 @@ def shortened(value: object) -> str:
     return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
 
-def _last_message(prompt: Prompt) -> str:
+def _asked(prompt: Prompt) -> str:
     return str(prompt.messages[-1]["content"]) if prompt.messages else ""

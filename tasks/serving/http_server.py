@@ -8,7 +8,6 @@ ends with the flow, whatever happens to the flow. `vllm/server.py` and `llama_cp
 
 from __future__ import annotations
 
-import http.client
 import math
 import socket
 import threading
@@ -17,6 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
 
 from tasks.core.errors import PlumblineError, StageProcessError
 from tasks.process.child import Child
@@ -47,7 +49,7 @@ class Server:
         log_path: Path,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self.url, self._port, self._stack = f"http://{HOST}:{port}", port, ExitStack()
+        self.url, self._stack = f"http://{HOST}:{port}", ExitStack()
         output = Output(stage=stage, log=log, log_path=log_path)
         self._output = self._stack.enter_context(output)
         self.child = self._stack.enter_context(started(argv, env))
@@ -60,14 +62,10 @@ class Server:
         Raises EndedError if the server has ended or the time is over.
         """
         while self.child.poll() is None and time.monotonic() < until:
-            with suppress(OSError, http.client.HTTPException):
-                connection = http.client.HTTPConnection(HOST, self._port, timeout=5)
-                try:
-                    connection.request("GET", "/health")
-                    if connection.getresponse().status == http.client.OK:
-                        return
-                finally:
-                    connection.close()
+            with suppress(httpx.HTTPError):
+                health = httpx.get(f"{self.url}/health", timeout=5, verify=False, trust_env=False)
+                if health.is_success:
+                    return
             time.sleep(_POLL_S)
         raise EndedError
 
@@ -90,22 +88,13 @@ class Server:
 
 
 @contextmanager
-def running(
-    argv: Sequence[str],
-    port: int,
-    timeout_s: float,
-    *,
-    stage: str,
-    log: Log,
-    log_path: Path,
-    env: Mapping[str, str] | None = None,
-) -> Iterator[str]:
-    """Start a server, wait until it is healthy, and yield its address.
+def running(argv: Sequence[str], port: int, timeout_s: float, **how: Any) -> Iterator[str]:
+    """Start a server, wait until it is healthy, and yield its address; `how` is for `Server`.
 
     `timeout_s` limits the start and the whole block. Raises StageProcessError with the last lines
     of output if the server ended or the time is over.
     """
-    server = Server(argv, port, stage=stage, log=log, log_path=log_path, env=env)
+    server = Server(argv, port, **how)
     late = threading.Timer(timeout_s, server.child.cancel)
     late.daemon = True
     late.start()
@@ -117,7 +106,7 @@ def running(
             raise
         reason = "timeout" if server.child.cancelled else "exit"
         tail = server.last_lines()
-        raise StageProcessError(stage, server.child.poll(), tail, reason) from error
+        raise StageProcessError(how["stage"], server.child.poll(), tail, reason) from error
     finally:
         late.cancel()
         server.end()
@@ -128,8 +117,7 @@ def started(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Iterat
     """Start a supervised child, and end it with the block.
 
     It has a temporary folder of its own: vLLM's processes talk over sockets in TMPDIR, which would
-    stay there when they are killed. The folder's name is short, as a socket's path may only have
-    107 characters.
+    stay there when they are killed. The name is short: a socket's path has 107 characters at most.
     """
     with (
         TemporaryDirectory(prefix="pl-", ignore_cleanup_errors=True) as folder,

@@ -135,8 +135,8 @@ def is_degenerate(tokens: Sequence[int]) -> bool:
     for block in range(1, MAX_BLOCK + 1):
         needed = max(LOOP_REPEATS, -(-LOOP_TOKENS // block)) * block - block
         same = 0
-        for at in range(block, len(tokens)):
-            same = same + 1 if tokens[at] == tokens[at - block] else 0
+        for token, before in zip(tokens[block:], tokens, strict=False):
+            same = same + 1 if token == before else 0
             if same >= needed:
                 return True
     return False

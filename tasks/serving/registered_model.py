@@ -83,8 +83,9 @@ class RegisteredModel:
             options["do_sample"] = request["temperature"] > 0
         if not options.get("do_sample", True):
             options |= {"temperature": None, "top_p": None, "top_k": None}
-        if "stop" in request:
-            options |= {"stop_strings": list(request["stop"]), "tokenizer": self.tokenizer}
+        stops = list(request.get("stop", ()))
+        if stops:
+            options |= {"stop_strings": stops, "tokenizer": self.tokenizer}
         prompt = torch.tensor([render_one(self.tokenizer, request)], device=self.model.device)
         with torch.inference_mode():
             whole = self.model.generate(
@@ -93,11 +94,11 @@ class RegisteredModel:
             )  # fmt: skip
         tokens = whole[0, prompt.shape[1] :].tolist()
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        cuts = [content.find(stop) for stop in request.get("stop", ()) if stop in content]
-        ended = cuts or any(token in self.stops for token in tokens)
+        cut = min((content.find(stop) for stop in stops if stop in content), default=None)
+        ended = cut is not None or any(token in self.stops for token in tokens)
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": content[: min(cuts)] if cuts else content},
+            "message": {"role": "assistant", "content": content[:cut]},
             "finish_reason": "stop" if ended else "length",
         }
         return {"object": "chat.completion", "model": str(self.folder), "choices": [choice]}

@@ -1,4 +1,4 @@
-"""A base for rollouts, and environments in their processes."""
+"""A base for rollouts, and user code in its processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tasks.rl.environment import EnvironmentProcess
-from tasks.rl.user_code import FunctionReference
+from tasks.rl.rewards import Function
+from tasks.rl.user_code import ENVIRONMENT, FunctionReference, UserCode
 from tests.rl.making import LOG, Open
 from tests.training.conftest import make_tokenizer, save_base
 
@@ -23,14 +24,17 @@ def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Return a factory that writes a file and opens an environment in it."""
+    """Return a factory that writes a file and opens an environment, or a function, in it."""
     with ExitStack() as stack:
 
-        def make(text: str, *, timeout_s: float = 60.0) -> EnvironmentProcess:
-            path, log_path = tmp_path / "game.py", tmp_path / "output.log"
+        def make(
+            text: str, name: str = "Game", setting: str = ENVIRONMENT, *, timeout_s: float = 60.0
+        ) -> UserCode:
+            path, log_path = tmp_path / "judge.py", tmp_path / "output.log"
             path.write_text(text)
-            reference = FunctionReference.of(f"{path}:Game", "rl.environment")
-            process = EnvironmentProcess(reference, timeout_s=timeout_s, log=LOG, log_path=log_path)
+            kind = EnvironmentProcess if setting == ENVIRONMENT else Function
+            reference = FunctionReference.of(f"{path}:{name}", setting)
+            process = kind(reference, timeout_s=timeout_s, log=LOG, log_path=log_path)
             return stack.enter_context(closing(process))
 
         yield make

@@ -118,7 +118,7 @@ class Game:
         return f"turn {self.turns}: {text}", 0.25, False
 """
 """The episode of prompt n has n % 3 + 1 turns."""
-Open = Callable[..., EnvironmentProcess]
+Open = Callable[..., Any]
 PROMPTS = [prompt_of(f"p{n}") for n in range(6)]
 
 
@@ -126,18 +126,16 @@ PROMPTS = [prompt_of(f"p{n}") for n in range(6)]
 class Player:
     """An engine that writes what `policy` says, by the seed of a request; counts its calls."""
 
-    policy: Callable[[Request, int], str] = lambda request, number: f"{request.seed % 97}-{number}"
+    policy: Callable[[Request], str] = lambda request: f"{request.seed % 97}-{request.number}"
     limit: int = 200
     seen: list[list[Request]] = field(default_factory=list)
 
-    def generate(
-        self, requests: Sequence[Request], *, greedy: bool = False
-    ) -> list[list[Generated]]:
+    def generate(self, requests: Sequence[Request], *, greedy: bool = False) -> list[Generated]:
         self.seen.append(list(requests))
-        return [[self._response(r, n) for n in range(r.samples)] for r in requests]
+        return list(map(self._response, requests))
 
-    def _response(self, request: Request, number: int) -> Generated:
-        ids = [*TOKENIZER(self.policy(request, number), add_special_tokens=False)["input_ids"], END]
+    def _response(self, request: Request) -> Generated:
+        ids = [*TOKENIZER(self.policy(request), add_special_tokens=False)["input_ids"], END]
         kept = np.array(ids[: request.limit or self.limit], np.int32)
         logprobs = -np.arange(1, len(kept) + 1, dtype=np.float32)
         return Generated(kept, logprobs, len(kept) == len(ids))
@@ -152,9 +150,8 @@ def episodes(
 
 
 def play(prompts: Sequence[Prompt], *arguments: Any, **keywords: Any) -> list[Response]:
-    requests = [Request(prompt.ids, 1, 7 * n) for n, prompt in enumerate(prompts)]
-    played = episodes(*arguments, **keywords).play(requests, prompts, Clock())
-    return [response for of_prompt in played for response in of_prompt]
+    requests = [Request(prompt.ids, 7 * n) for n, prompt in enumerate(prompts)]
+    return episodes(*arguments, **keywords).play(requests, prompts, Clock())
 
 
 def rendered(response: Response) -> list[int]:

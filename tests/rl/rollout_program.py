@@ -51,8 +51,9 @@ def requests(rank: int) -> list[Request]:
     """Three prompts on rank 0, two on rank 1, of different lengths, with two responses each."""
     lengths = (5, 11, 8) if rank == 0 else (7, 3)
     return [
-        Request(np.arange(20 + rank, 20 + rank + n, dtype=np.int32), 2, 100 * rank + n)
+        Request(np.arange(20 + rank, 20 + rank + n, dtype=np.int32), 100 * rank + n, number)
         for n in lengths
+        for number in range(2)
     ]
 
 
@@ -89,7 +90,7 @@ class Bench:
             with whole([parameter], writer=0), torch.no_grad():
                 parameter.add_(moved.to(parameter.device, parameter.dtype))
 
-    def differs(self, responses: Sequence[Sequence[Generated]]) -> float:
+    def differs(self, responses: Sequence[Generated]) -> float:
         """Mean absolute difference between the trainer's and the engine's log-probabilities.
 
         The trainer's are those of the model itself, one response at a time.
@@ -98,8 +99,8 @@ class Bench:
         packed = model.config._attn_implementation
         restore_attention(model, name)
         self.engine.eval()
-        prompts = requests(self.ranks.rank)
-        pairs = [(q.ids, g) for q, some in zip(prompts, responses, strict=True) for g in some]
+        prompts = [request.ids for request in requests(self.ranks.rank)]
+        pairs = list(zip(prompts, responses, strict=True))
         differences = []
         for ids, response in [*pairs, *[pairs[-1]] * (REPLIES - len(pairs))]:
             both = torch.from_numpy(np.concatenate([ids, response.ids]).astype(np.int64))[None]
@@ -140,8 +141,8 @@ def follow(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, A
     seen["again"] = _ids(answering.generate(mine)) == _ids(first)
     nothing = answering.generate([] if bench.ranks.first else mine)
     seen["none"] = nothing == [] if bench.ranks.first else _ids(nothing) == _ids(first)
-    seen["ended"] = all(g.ended == bool(g.ids[-1] == END) for some in first for g in some)
-    seen["cut"] = all(END not in g.ids[:-1] for some in first for g in some)
+    seen["ended"] = all(g.ended == bool(g.ids[-1] == END) for g in first)
+    seen["cut"] = all(END not in g.ids[:-1] for g in first)
     seen["differs"] = bench.differs(first)
     bench.perturb(0.02)
     seen["stale"] = failure(lambda: answering.generate(mine))
@@ -181,7 +182,7 @@ def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict
     seen["next version"] = answering.sync_weights()
     ahead = answering.generate(mine)
     seen["ahead"] = _ids(ahead) == _ids(before)
-    seen["ahead of version"] = sorted({g.version for some in ahead for g in some})
+    seen["ahead of version"] = sorted({g.version for g in ahead})
     seen["faults"] = stale_servers(bench, answering)
     bench.ranks.barrier()  # the first rank is the one that removes the folder
     folder = answering._folder
@@ -220,8 +221,8 @@ def break_it(bench: Bench) -> dict[str, Any]:
     return seen
 
 
-def _ids(responses: Sequence[Sequence[Generated]]) -> list[list[int]]:
-    return [response.ids.tolist() for of_request in responses for response in of_request]
+def _ids(responses: Sequence[Generated]) -> list[list[int]]:
+    return [response.ids.tolist() for response in responses]
 
 
 def _process() -> dict[str, Any]:

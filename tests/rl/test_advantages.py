@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -98,15 +97,16 @@ def test_scores_that_differ_by_rounding_alone_have_no_signal(scores: list[float]
 LENGTHS = torch.tensor([3, 1, 2, 4])
 SCORES, CENTERED = doubles([1.0, 0.0, 2.0, -1.0]), doubles([0.5, -0.5, 1.5, -1.5])
 COEF = 0.1
+OLD, REFERENCE, VALUES = -drawn(10, 0).abs(), -drawn(10, 1).abs(), drawn(10, 2)
 BATCH = Experience(
     lengths=LENGTHS,
     groups=torch.tensor([0, 0, 1, 1]),
     rewards=SCORES,
     truncated=torch.zeros(4, dtype=torch.bool),
-    old=-drawn(10, 0).abs(),
-    sampled=-drawn(10, 0).abs(),
-    reference=-drawn(10, 1).abs(),
-    values=drawn(10, 2),
+    old=OLD,
+    sampled=OLD,
+    reference=REFERENCE,
+    values=VALUES,
     kl_coef=COEF,
 )
 
@@ -114,9 +114,8 @@ BATCH = Experience(
 def wanted_of(name: str, rewards: torch.Tensor, loop: Loop) -> torch.Tensor:
     """The papers' formulas of tokens' rewards, of what is compared with loops above."""
     if name == "ppo":
-        assert BATCH.values is not None
         how = {"gamma": loop.gamma, "lam": loop.gae_lambda}
-        return advantages.whiten(advantages.gae(rewards, BATCH.values, LENGTHS, **how)[0])
+        return advantages.whiten(advantages.gae(rewards, VALUES, LENGTHS, **how)[0])
     if name.startswith("reinforce_pp"):
         means = advantages.on_last_token(SCORES - CENTERED, LENGTHS)
         rewards = rewards if name == "reinforce_pp" else rewards - means
@@ -129,20 +128,13 @@ def wanted_of(name: str, rewards: torch.Tensor, loop: Loop) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithms_equal_their_formulas(name: str) -> None:
-    assert BATCH.old is not None
-    assert BATCH.reference is not None
-    for estimator in ("k3", None):
-        rewards = advantages.on_last_token(SCORES, LENGTHS)
-        kl: dict[str, Any] = {"kl_in": "loss"}
-        if estimator is not None:
-            gaps = (BATCH.old - BATCH.reference).tolist()
-            rewards = rewards - COEF * doubles([KL[estimator](gap) for gap in gaps])
-            kl = {"kl_in": "reward", "kl_estimator": estimator}
+    plain = advantages.on_last_token(SCORES, LENGTHS)
+    kl = doubles([KL["k3"](gap) for gap in (OLD - REFERENCE).tolist()])
+    for where, rewards in (("loss", plain), ("reward", plain - COEF * kl)):
         whiten = name in ("ppo", "rloo")
-        loop = Loop(kl_coef=COEF, gamma=0.9, gae_lambda=0.8, whiten=whiten, **kl)
+        loop = Loop(kl_coef=COEF, gamma=0.9, gae_lambda=0.8, whiten=whiten, kl_in=where)
         actual, returns = advantages.estimate(ALGORITHMS[name].estimate, BATCH, loop)
-        wanted = wanted_of(name, rewards, loop)
-        torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(actual, wanted_of(name, rewards, loop), rtol=1e-10, atol=1e-12)
         assert (returns is not None) == ALGORITHMS[name].critic == (name == "ppo")
 
 

@@ -85,9 +85,9 @@ PROMPTS = [
 ]
 
 
-def letters(request: Request, number: int) -> str:
+def letters(request: Request) -> str:
     """Return a response that is determined by the seed of the request."""
-    place = request.seed + number
+    place = request.seed + request.number
     return "abcdefgh"[place % 8] * (1 + place % 3)
 
 
@@ -104,7 +104,8 @@ def collect(
         engine: Any = Player(letters)
         collector = Collector(engine, Rewards([judge(rule)]), PROMPTS, TOKENIZER, ranks, 3)
         known, position = collector.collect(1, order, 0, 4, metrics.Clock())
-        sampled = [len(request.ids) - 1 for requests in engine.seen for request in requests]
+        asked = [request for requests in engine.seen for request in requests]
+        sampled = [len(request.ids) - 1 for request in asked if request.number == 0]
         assert world > 1 or position == len(sampled), "every prompt taken is sampled"
         return known, sampled
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tasks.core.errors import ConfigError, RewardError
-from tasks.rl.advantages import by_critic, by_returns
+from tasks.rl.advantages import estimate
 from tasks.rl.collect import Collector
 from tasks.rl.environment import EnvironmentProcess, ObservationTokens
 from tasks.rl.experience import Experience, pack_experience
@@ -44,7 +44,7 @@ from tests.training.conftest import make_tokenizer
 def test_the_context_is_what_a_server_renders(opened: Open) -> None:
     """Prompt, responses and observations once each; marks on the sampled tokens alone."""
     role = "tool"
-    responses = play(PROMPTS[:3], Player(lambda r, n: "hello"), opened(GAME), role=role)
+    responses = play(PROMPTS[:3], Player(lambda r: "hello"), opened(GAME), role=role)
     assert [len(response.turns) for response in responses] == [1, 2, 3]
     for response in responses:
         assert response.ids.tolist() == rendered(response)
@@ -78,7 +78,7 @@ def test_sampled_tokens_are_never_tokenised_again(opened: Open) -> None:
     sampled = np.array([*letters, tokenizer.eos_token_id], np.int32)
 
     class Speller(Player):
-        def _response(self, request: Request, number: int) -> Generated:
+        def _response(self, request: Request) -> Generated:
             return Generated(sampled, np.zeros(len(sampled), np.float32), True)
 
     (response,) = play([prompt_of("p1", tokenizer)], Speller(), opened(GAME), tokenizer=tokenizer)
@@ -97,7 +97,7 @@ def test_the_budget_counts_sampled_and_observed_tokens(opened: Open) -> None:
         (40, 2, "a single token fits"),
         (45, 2, "the second response ends the episode: its observation does not fit"),
     ):
-        engine = Player(lambda r, n: "hello", limit=budget)
+        engine = Player(lambda r: "hello", limit=budget)
         (response,) = play([PROMPTS[2]], engine, process, budget=budget)
         assert len(response.turns) == turns, why
         assert (response.done, response.generated.ended) == (False, False)
@@ -124,12 +124,12 @@ def test_advantages_run_over_the_sampled_tokens_of_all_turns() -> None:
     surprises = [0 + 0.5 * 1 - 0.5, 1 + 0.5 * 2 - 1, 2 + 4 - 2]
     wanted = [surprises[0] + 0.25 * surprises[1] + 0.0625 * surprises[2],
               surprises[1] + 0.25 * surprises[2], surprises[2]]  # fmt: skip
-    advantages, critics = by_critic(batch, loop)
+    advantages, critics = estimate("gae", batch, loop)
     torch.testing.assert_close(advantages, torch.tensor(wanted))
     torch.testing.assert_close(critics, torch.tensor(wanted) + values)
     returns = torch.tensor([0 + 0.5 * (1 + 0.5 * 6), 1 + 0.5 * 6, 6.0])
     whitened = (returns - returns.mean()) / returns.std()
-    torch.testing.assert_close(by_returns(batch, loop)[0], whitened)
+    torch.testing.assert_close(estimate("returns", batch, loop)[0], whitened)
 
 
 def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ STEP = "class Game:\n    def reset(self): ...\n    def step(self, text): return 
 def test_faults_of_an_environment_name_the_prompt(opened: Open, text: str, named: str) -> None:
     with pytest.raises(RewardError, match=named) as caught:
         play(PROMPTS[:2], Player(), opened(text))
-    assert "game.py:Game" in caught.value.message
+    assert "judge.py:Game" in caught.value.message
     assert caught.value.details[:2] == ("row: p0", "prompt: 'p0'")
     if "step" in caught.value.message:
         assert "response: '0-0'" in caught.value.details

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,11 @@ import pytest
 
 from tasks.core.errors import ConfigError, RewardError
 from tasks.rl import rewards as sources
-from tasks.rl.rewards import (
-    Endpoint,
-    Function,
-    Rewards,
-    Weighted,
-    exact_matches,
-    validate_rewards,
-)
+from tasks.rl.rewards import Endpoint, Function, Rewards, Weighted, exact_matches, validate_rewards
 from tasks.rl.settings import Reward
 from tasks.rl.user_code import FunctionReference
 from tests.answering import Reply, answering
-from tests.rl.making import TOKENIZER, judge, response, responses
-
-LOG = logging.getLogger("tests.rl")
+from tests.rl.making import LOG, TOKENIZER, Open, judge, response, responses
 
 
 def test_the_total_is_the_weighted_sum_of_unweighted_parts() -> None:
@@ -35,13 +25,10 @@ def test_the_total_is_the_weighted_sum_of_unweighted_parts() -> None:
     texts = [*responses(), response("copy cow", "bull", answer="cow")]
     texts.append(response("copy ape", " ape\n", answer="ape"))
     scored = Rewards([exact, *sizes]).score(texts)
-    parts = {name: [each.parts[name] for each in scored] for name in ("function", "model", "url")}
-    assert parts["function"] == [1, 1, 1, 1, 0, 1]
-    assert parts["model"] == parts["url"] == [3, 6, 3, 26, 4, 5]
-    assert [each.reward for each in scored] == [
-        2 * right - 0.5 * size
-        for right, size in zip(parts["function"], parts["model"], strict=True)
-    ]
+    right, size, mute = ([r.parts[name] for r in scored] for name in ("function", "model", "url"))
+    assert right == [1, 1, 1, 1, 0, 1]
+    assert size == mute == [3, 6, 3, 26, 4, 5]
+    assert [r.reward for r in scored] == [2 * a - 0.5 * b for a, b in zip(right, size, strict=True)]
     with pytest.raises(RewardError, match="row of copy cow.*answer"):
         exact_matches([response("copy cow", "cow", answer=7)])
 
@@ -61,34 +48,9 @@ def test_invalid_rewards(rewards: object, named: str) -> None:
     assert any(line.startswith("prompt: 'copy ") for line in caught.value.details)
 
 
-Make = Callable[..., Function]
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Iterator[Make]:
-    """Return a factory that writes a file and opens the function `score` in it."""
-    with ExitStack() as stack:
-
-        def make(text: str, *, timeout_s: float = 60.0) -> Function:
-            path = tmp_path / "judge.py"
-            path.write_text(text)
-            log_path = tmp_path / "output.log"
-            reference = FunctionReference.of(f"{path}:score")
-            function = Function(reference, timeout_s=timeout_s, log=LOG, log_path=log_path)
-            return stack.enter_context(closing(function))
-
-        yield make
-
-
-def is_alive(path: Path) -> bool:
-    """Return True if the process whose id is in a file still runs."""
-    return Path(f"/proc/{path.read_text()}").exists()
-
-
-def test_it_gets_the_arguments_of_trl_and_every_column(made: Make, tmp_path: Path) -> None:
-    score = made(
-        """
-import json
+FUNCTIONS = """
+import asyncio, json, numpy
+from neighbour import nines
 
 def score(prompts, completions, completion_ids, **columns):
     for each in (prompts, completions, completion_ids, *columns.values()):
@@ -100,67 +62,90 @@ def score(prompts, completions, completion_ids, **columns):
     print("a line without an end and @nothing", end="")
     return [float(a == c[0]["content"]) + columns["level"][0] for a, c in
             zip(columns["answer"], completions)]
+
+async def awaited(prompts):
+    return [len(p) for p in prompts]
+
+def array(prompts):
+    return numpy.arange(4) < 2
+
+async def length(a):
+    return len(a)
+
+def runs_a_loop(answer):
+    return [asyncio.run(length(a)) for a in answer]
+
+def divides(answer):
+    return [1 / (len(a) - 6) for a in answer]
 """
-    )
+
+
+@pytest.fixture
+def made(opened: Open, tmp_path: Path) -> Callable[..., Function]:
+    """Return a factory that opens a function of `FUNCTIONS`, or of another text."""
+    (tmp_path / "neighbour.py").write_text("def nines(prompts):\n    return [9] * len(prompts)")
+
+    def make(name: str, text: str = FUNCTIONS, *, timeout_s: float = 60.0) -> Function:
+        function = opened(text, name, "reward.function", timeout_s=timeout_s)
+        assert isinstance(function, Function)
+        return function
+
+    return make
+
+
+def test_it_gets_the_arguments_of_trl_and_every_column(
+    made: Callable[..., Function], tmp_path: Path
+) -> None:
+    score = made("score")
     assert score(responses(level=3, completion="of the data")) == [4.0] * 4
     assert score(responses(level=5)) == [6.0] * 4
     score.close()
     assert "a line without an end and @nothing" in (tmp_path / "output.log").read_text()
     answered = [{"role": "user", "content": "copy ape"}, {"role": "assistant", "content": "ape"}]
-    score = made("async def score(prompts):\n    return [len(p) for p in prompts]")
-    assert score([response("copy ape", "ape", messages=answered)]) == [1.0], "without the answer"
+    only = response("copy ape", "ape", messages=answered)
+    assert made("awaited")([only]) == [1.0], "without the answer"
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("import numpy\n\ndef score(prompts):\n    return numpy.arange(4) < 2", [1, 1, 0, 0]),
-        ("import asyncio\nasync def judged(a):\n    return len(a)\n"
-         "def score(answer):\n    return [asyncio.run(judged(a)) for a in answer]", [3, 6, 3, 26]),
-        ("from neighbour import score", [9, 9, 9, 9]),
-    ],
-)  # fmt: skip
+    ("name", "expected"),
+    [("array", [1, 1, 0, 0]), ("runs_a_loop", [3, 6, 3, 26]), ("nines", [9, 9, 9, 9])],
+)
 def test_all_kinds_of_functions(
-    made: Make, tmp_path: Path, text: str, expected: list[float]
+    made: Callable[..., Function], name: str, expected: list[float]
 ) -> None:
-    (tmp_path / "neighbour.py").write_text("def score(prompts):\n    return [9] * len(prompts)")
-    assert made(text)(responses()) == expected
+    assert made(name)(responses()) == expected
 
 
-def test_an_exception_is_reported_with_its_traceback(made: Make) -> None:
-    score = made("def score(answer):\n    return [1 / (len(a) - 6) for a in answer]")
+def test_an_exception_is_reported_with_its_traceback(made: Callable[..., Function]) -> None:
+    score = made("divides")
     with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
         score(responses())
     assert "4 responses, first row of copy ape" in caught.value.message
-    assert "judge.py:score" in caught.value.message
+    assert "judge.py:divides" in caught.value.message
     assert "prompt: 'copy ape'" in caught.value.details
     assert any("return [1 / (len(a) - 6)" in line for line in caught.value.details)
     assert not any("user_code.py" in line for line in caught.value.details)
     assert score([responses()[0]]) == [-1 / 3], "it goes on after an exception"
 
 
-def test_a_function_that_hangs_is_killed_with_its_children(made: Make, tmp_path: Path) -> None:
-    score = made(
-        f"""
+def test_a_function_that_hangs_is_killed_with_its_children(
+    made: Callable[..., Function], tmp_path: Path
+) -> None:
+    text = f"""
 import os, re, subprocess
 from pathlib import Path
 
 def score(answer):
-    if answer[0] == "ape":
-        child = subprocess.Popen(["sleep", "1000"])
-        Path({str(tmp_path / "grandchild")!r}).write_text(str(child.pid))
-        Path({str(tmp_path / "child")!r}).write_text(str(os.getpid()))
-        re.match("(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock held
-    return [1.0] * len(answer)
-""",
-        timeout_s=2.0,
-    )
+    child = subprocess.Popen(["sleep", "1000"])
+    Path({str(tmp_path / "pids")!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+    re.match("(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock held
+"""
     with pytest.raises(RewardError, match="on 4 responses.*2 s") as caught:
-        score(responses())
+        made("score", text, timeout_s=2.0)(responses())
     assert any("judge.py" in line and "in score" in line for line in caught.value.details)
     assert "reward.timeout_s" in caught.value.hint
-    assert not is_alive(tmp_path / "child")
-    assert not is_alive(tmp_path / "grandchild")
+    pids = (tmp_path / "pids").read_text().split()
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
 def test_a_name_is_looked_up_without_running_the_file(tmp_path: Path) -> None:
@@ -220,8 +205,8 @@ def says(content: bytes, status: int = 200) -> Callable[[], Reply]:
 
 def test_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLUMBLINE_REWARD_TOKEN", "of-the-environment")
-    assert server.rewards() == [3.0, 6.0, 3.0, 26.0]
-    (body,) = server.requests
+    assert server.rewards(batch=3) == [3.0, 6.0, 3.0, 26.0]
+    body, rest = server.requests
     assert sorted(body) == ["completions", "labels", "prompts", "query", "rows"]
     assert body["query"][0] == (
         "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\nape<|im_end|>"
@@ -230,8 +215,7 @@ def test_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert body["labels"] == body["completions"]
     assert body["rows"][1]["id"] == "row of copy beetle"
     assert server.asked.seen[0][2]["Authorization"] == "Bearer of-the-environment"
-    assert server.rewards(batch=3) == [3.0, 6.0, 3.0, 26.0]
-    assert [len(body["prompts"]) for body in server.requests[1:]] == [3, 1]
+    assert [len(each["prompts"]) for each in (body, rest)] == [3, 1]
 
 
 def test_temporary_errors_are_retried(server: Server) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import NamedTuple
-
-import numpy as np
+from collections.abc import Sequence
 
 from tasks.rl.responses import Request
 from tasks.rl.rollout.policy import Policy
@@ -66,10 +62,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def generate(
-        self, requests: Sequence[Request], *, greedy: bool = False
-    ) -> list[list[Generated]]:
-        """Sample responses to this rank's requests, `samples` for each, in order; or greedily.
+    def generate(self, requests: Sequence[Request], *, greedy: bool = False) -> list[Generated]:
+        """Sample the response to each of this rank's requests, or its greedy response.
 
         A rank may have none. Raises TrainingError if the policy has changed since the last sync, or
         the engine failed or timed out.
@@ -96,30 +90,13 @@ class Engine(ABC):
     def close(self) -> None:
         """Shut the engine down and free everything."""
 
+    def _own(
+        self, responses: Sequence[Generated], by_rank: Sequence[Sequence[Request]], place: int
+    ) -> list[Generated]:
+        """Return the responses to the requests of one rank, from those of all ranks end to end."""
+        start = sum(map(len, by_rank[:place]))
+        return list(responses[start : start + len(by_rank[place])])
 
-class Single(NamedTuple):
-    """One response to sample: its prompt, seed and token limit."""
-
-    prompt: list[int]
-    seed: int
-    limit: int
-
-
-def singles(by_rank: Iterable[Sequence[Request]], rollout: Rollout) -> list[Single]:
-    """Return every response that some ranks ask for, each with a seed of its own."""
-    made = []
-    for request in (request for requests in by_rank for request in requests):
-        states = np.random.SeedSequence(request.seed).generate_state(request.samples, np.uint64)
-        limit = rollout.max_new_tokens if request.limit is None else request.limit
-        prompt = request.ids.tolist()
-        made += [Single(prompt, int(state >> np.uint64(1)), limit) for state in states]
-    return made
-
-
-def own_responses(
-    responses: Sequence[Generated], by_rank: Sequence[Sequence[Request]], place: int
-) -> list[list[Generated]]:
-    """Return the responses to the requests of one rank, from those of all ranks end to end."""
-    before = sum(request.samples for requests in by_rank[:place] for request in requests)
-    remaining = iter(responses[before:])
-    return [list(islice(remaining, request.samples)) for request in by_rank[place]]
+    def _limit(self, request: Request) -> int:
+        """Return the token limit of a response."""
+        return self.rollout.max_new_tokens if request.limit is None else request.limit

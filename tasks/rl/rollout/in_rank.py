@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.rl.responses import Request
-from tasks.rl.rollout.engine import Engine, own_responses, singles
+from tasks.rl.rollout.engine import Engine
 from tasks.rl.rollout.policy import leads_node, memory_folder
 from tasks.rl.rollout.proof import Numbers
 from tasks.serving.vllm.colocation import Generated
@@ -53,9 +53,7 @@ class VllmEngine(Engine):
         self.version = version
         return version
 
-    def generate(
-        self, requests: Sequence[Request], *, greedy: bool = False
-    ) -> list[list[Generated]]:
+    def generate(self, requests: Sequence[Request], *, greedy: bool = False) -> list[Generated]:
         """Sample responses to this rank's requests, see `Engine`."""
         self.policy.require_current(self.version)
         size, rank = self.how.tensor_parallel, self.ranks.rank
@@ -63,16 +61,16 @@ class VllmEngine(Engine):
         if size > 1:  # ranks that share an engine submit the requests of all of them
             first = rank // size * size
             by_rank = self.ranks.all_objects(by_rank[0])[first : first + size]
-        each = singles(by_rank, self.rollout)
+        together = [request for of_rank in by_rank for request in of_rank]
         with self._explained("broke down", "the same command goes on from the last checkpoint"):
             self._engine.wake()
             responses = self._engine.generate(
-                [single.prompt for single in each],
-                [single.seed for single in each],
-                limits=[single.limit for single in each],
+                [request.ids.tolist() for request in together],
+                [request.sampling_seed for request in together],
+                limits=list(map(self._limit, together)),
                 greedy=greedy,
             )
-        return own_responses(responses, by_rank, rank % size)
+        return self._own(responses, by_rank, rank % size)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
         """Return the log-probabilities of sequences by every rank's engine, see `Engine`."""

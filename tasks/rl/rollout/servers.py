@@ -19,7 +19,7 @@ from typing import Any
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.machine import gpu_count
 from tasks.rl.responses import Request
-from tasks.rl.rollout.engine import Engine, own_responses, singles
+from tasks.rl.rollout.engine import Engine
 from tasks.rl.rollout.policy import memory_folder
 from tasks.rl.rollout.proof import Numbers
 from tasks.rl.settings import Online
@@ -73,9 +73,7 @@ class ServerEngine(Engine):
         self.ranks.on_first(lambda: self._forget_all_but(folder.name))
         return version
 
-    def generate(
-        self, requests: Sequence[Request], *, greedy: bool = False
-    ) -> list[list[Generated]]:
+    def generate(self, requests: Sequence[Request], *, greedy: bool = False) -> list[Generated]:
         """Sample responses to this rank's requests, see `Engine`.
 
         The first call after `start_ahead` that is not greedy has its requests, and collects them.
@@ -89,7 +87,7 @@ class ServerEngine(Engine):
             self.policy.require_current(self.version)
             everyone = self.ranks.all_objects(list(requests))
             responses = self.ranks.on_first(lambda: self._sample(everyone, greedy))
-        return own_responses(responses, everyone, self.ranks.rank)
+        return self._own(responses, everyone, self.ranks.rank)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
         """Return the log-probabilities of sequences by every server, see `Engine`."""
@@ -152,10 +150,11 @@ class ServerEngine(Engine):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _sample(self, everyone: Everyone, greedy: bool) -> list[Generated]:
-        bodies = [
-            request_body(prompt, replace(self.sampling, max_new_tokens=limit), seed, greedy=greedy)
-            for prompt, seed, limit in singles(everyone, self.rollout)
-        ]
+        bodies = []
+        for request in (request for of_rank in everyone for request in of_rank):
+            how = replace(self.sampling, max_new_tokens=self._limit(request))
+            seed = request.sampling_seed
+            bodies.append(request_body(request.ids.tolist(), how, seed, greedy=greedy))
         return self._fleet.generate(bodies, self.version)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,26 @@ from tests.settings import Loop
 from tests.training.conftest import make_tokenizer
 
 
-def test_the_context_is_what_a_server_renders(opened: Open) -> None:
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> FunctionReference:
+    """The environment `GAME`."""
+    path = tmp_path_factory.mktemp("game") / "game.py"
+    path.write_text(GAME)
+    return FunctionReference.of(f"{path}:Game", "rl.environment")
+
+
+@pytest.fixture(scope="module")
+def game(reference: FunctionReference) -> Iterator[EnvironmentProcess]:
+    """One process of `GAME`."""
+    log_path = reference.path.with_name("log")
+    with closing(EnvironmentProcess(reference, timeout_s=60, log=LOG, log_path=log_path)) as made:
+        yield made
+
+
+def test_the_context_is_what_a_server_renders(game: EnvironmentProcess) -> None:
     """Prompt, responses and observations once each; marks on the sampled tokens alone."""
     role = "tool"
-    responses = play(PROMPTS[:3], Player(lambda r: "hello"), opened(GAME), role=role)
+    responses = play(PROMPTS[:3], Player(lambda r: "hello"), game, role=role)
     assert [len(response.turns) for response in responses] == [1, 2, 3]
     for response in responses:
         assert response.ids.tolist() == rendered(response)
@@ -71,7 +89,7 @@ def test_the_context_is_what_a_server_renders(opened: Open) -> None:
     assert row.targets.tolist() == np.concatenate(sampled).tolist(), "observations bear no loss"
 
 
-def test_sampled_tokens_are_never_tokenised_again(opened: Open) -> None:
+def test_sampled_tokens_are_never_tokenised_again(game: EnvironmentProcess) -> None:
     """The policy spells a word in single letters, for which the tokenizer has one token."""
     tokenizer = train_tokenizer(["hello hello hello turn p1"] * 50, context=64)
     letters = [i for c in "hello" for i in tokenizer(c, add_special_tokens=False)["input_ids"]]
@@ -81,15 +99,14 @@ def test_sampled_tokens_are_never_tokenised_again(opened: Open) -> None:
         def _response(self, request: Request) -> Generated:
             return Generated(sampled, np.zeros(len(sampled), np.float32), True)
 
-    (response,) = play([prompt_of("p1", tokenizer)], Speller(), opened(GAME), tokenizer=tokenizer)
+    (response,) = play([prompt_of("p1", tokenizer)], Speller(), game, tokenizer=tokenizer)
     assert [turn.text for turn in response.turns] == ["hello"] * 2
     assert response.generated.ids.tolist() == [*sampled, *sampled]
     again = tokenizer(tokenizer.decode(response.ids), add_special_tokens=False)["input_ids"]
     assert len(again) < len(response.ids)
 
 
-def test_the_budget_counts_sampled_and_observed_tokens(opened: Open) -> None:
-    process = opened(GAME)
+def test_the_budget_counts_sampled_and_observed_tokens(game: EnvironmentProcess) -> None:
     for budget, turns, why in (
         (3, 1, "the token limit cuts the first response, which the environment still gets"),
         (6, 1, "the observation does not fit"),
@@ -98,7 +115,7 @@ def test_the_budget_counts_sampled_and_observed_tokens(opened: Open) -> None:
         (45, 2, "the second response ends the episode: its observation does not fit"),
     ):
         engine = Player(lambda r: "hello", limit=budget)
-        (response,) = play([PROMPTS[2]], engine, process, budget=budget)
+        (response,) = play([PROMPTS[2]], engine, game, budget=budget)
         assert len(response.turns) == turns, why
         assert (response.done, response.generated.ended) == (False, False)
         assert len(response.ids) - len(response.prompt.ids) <= budget
@@ -132,33 +149,27 @@ def test_advantages_run_over_the_sampled_tokens_of_all_turns() -> None:
     torch.testing.assert_close(estimate("returns", batch, loop)[0], whitened)
 
 
-def test_episodes_do_not_depend_on_the_rank(tmp_path: Path) -> None:
+def test_episodes_do_not_depend_on_the_rank(reference: FunctionReference, tmp_path: Path) -> None:
     """Ranks with short or no episodes take part in as many calls of the engine as the others."""
-    (tmp_path / "game.py").write_text(GAME)
-    reference = FunctionReference.of(f"{tmp_path / 'game.py'}:Game", "rl.environment")
 
     def work(ranks: Any) -> tuple[list[Any], int]:
-        engine = Player()
-        process = EnvironmentProcess(
-            reference, timeout_s=60, log=LOG, log_path=tmp_path / f"log-{ranks.rank}"
-        )
-        try:
+        engine: Any = Player()
+        how: Any = {"timeout_s": 60, "log": LOG, "log_path": tmp_path / f"log-{ranks.rank}"}
+        with closing(EnvironmentProcess(reference, **how)) as process:
             played = episodes(engine, process, ranks=ranks)
             rewards = Rewards([judge(lambda r: len(r.messages))])
-            collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3, played)  # type: ignore[arg-type]
-            known, _ = collector.collect(1, PromptOrder(len(PROMPTS), 4, 0, seed=1), 0, 2, Clock())
-        finally:
-            process.close()
-        return [(s.group, s.reward, dict(s.parts), s.ids.tolist(), s.messages) for s in known], len(
-            engine.seen
-        )
+            collector = Collector(engine, rewards, PROMPTS, TOKENIZER, ranks, 3, played)
+            order = PromptOrder(len(PROMPTS), 3, 0, seed=1)
+            known, _ = collector.collect(1, order, 0, 2, Clock())
+        told = [(s.group, s.reward, dict(s.parts), s.ids.tolist(), s.messages) for s in known]
+        return told, len(engine.seen)
 
     ((alone, calls),) = on_ranks(1, work)
     assert calls == 3
     assert {len(messages) for *_, messages in alone} == {1, 3, 5}
     for _, reward, parts, *_ in alone:
         assert reward == 2 * parts["function"] + parts["environment"]
-    for known, count in on_ranks(5, work):  # one has no prompt
+    for known, count in on_ranks(4, work):  # one has no prompt
         assert known == alone
         assert count == calls
 

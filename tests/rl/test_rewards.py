@@ -66,14 +66,11 @@ def score(prompts, completions, completion_ids, **columns):
 async def awaited(prompts):
     return [len(p) for p in prompts]
 
-def array(prompts):
-    return numpy.arange(4) < 2
-
 async def length(a):
     return len(a)
 
-def runs_a_loop(answer):
-    return [asyncio.run(length(a)) for a in answer]
+def array(answer):
+    return numpy.array(nines(answer)) - [asyncio.run(length(a)) for a in answer] > 5
 
 def divides(answer):
     return [1 / (len(a) - 6) for a in answer]
@@ -106,14 +103,8 @@ def test_it_gets_the_arguments_of_trl_and_every_column(
     assert made("awaited")([only]) == [1.0], "without the answer"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("array", [1, 1, 0, 0]), ("runs_a_loop", [3, 6, 3, 26]), ("nines", [9, 9, 9, 9])],
-)
-def test_all_kinds_of_functions(
-    made: Callable[..., Function], name: str, expected: list[float]
-) -> None:
-    assert made(name)(responses()) == expected
+def test_an_array_a_loop_of_its_own_and_a_file_beside_it(made: Callable[..., Function]) -> None:
+    assert made("array")(responses()) == [1, 0, 1, 0]
 
 
 def test_an_exception_is_reported_with_its_traceback(made: Callable[..., Function]) -> None:

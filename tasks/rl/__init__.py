@@ -1,13 +1,13 @@
 """Online reinforcement learning: the policy learns from responses that it samples itself.
 
     setup, progress = set_up(ranks, job, online, ...)          policy, critic, reference
-    with open_engine(job, rollout, ranks, ...) as engine:      vLLM in the rank, or its servers
-        engine.sync_weights()                                  and prove it
-        scored, cursor = collector.collect(iteration, ...)     sample and score, on all ranks
-        experience = pack_experience(scored)                   all about one iteration, flat tensors
-        experience = scorer.measure(experience)                log-probabilities, values
-        experience, metrics = scorer.estimate(experience, ...) advantages, returns
-        updater.update(iteration, experience, of=last)         optimizer steps
+    engine = VllmEngine(Policy(engine, job, ranks), rollout, ...)  or ServerEngine
+    engine.sync_weights()                                  and prove it
+    responses, cursor = collector.collect(iteration, ...)  sample and score, on all ranks
+    experience = pack_experience(responses)                all about one iteration, flat tensors
+    experience = scorer.measure(experience)                log-probabilities, values
+    experience, metrics = scorer.estimate(experience, ...) advantages, returns
+    updater.update(iteration, experience, of=last)         optimizer steps
 
 run, setup, loop, update     one training rank, from the models to the artifact
 responses, prompts, collect  prompts to scored responses

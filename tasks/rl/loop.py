@@ -88,10 +88,29 @@ class OnlineTrainer:
         if progress.before is None:
             progress.before = self.evaluate("before")
         while progress.step < last and not has_stopped(progress, settings.evaluate):
-            self._note(self.iterate(progress.step + 1))
+            record = progress.last = self.iterate(progress.step + 1)
+            progress.step += 1
+            progress.losses.append(record.get("loss", record.get("value_loss", 0.0)))
+            progress.seconds += record["step_s"]
+            progress.kept |= {CONTROLLER: {"coef": self._kl_coef}, CURSOR: self._cursor}
+            shown = due(settings.log_every, progress.step) or progress.step == last
+            if setup.ranks.first and shown:
+                emit("step", **record)
             if evaluate_if_due(progress, settings, last, self.evaluate):
-                self._save()
-        return self._leave()
+                with self._states_on_device():
+                    saving.save(setup.engine, setup.job, setup.ranks, progress, setup.others)
+                if self.states.away:
+                    self.rollout_engine.sync_weights()
+        best = best_to_load(progress, settings.evaluate)
+        if best is not None:
+            path = setup.job.checkpoints / checkpoint.name_of(best.step)
+            with self._states_on_device():
+                saving.load(setup.engine, path, setup.others)
+            self.rollout_engine.sync_weights()
+            return self.evaluate("best")
+        if not self.eval_responses:  # resumed with nothing left to do
+            self.evaluate("after")
+        return {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
 
     def iterate(self, iteration: int) -> dict[str, float]:
         """Run one iteration and return its metrics."""
@@ -152,25 +171,6 @@ class OnlineTrainer:
             emit("eval", **about, eval_s=sum(clock.seconds.values()), **metrics)
         return metrics
 
-    def _note(self, record: dict[str, float]) -> None:
-        progress = self.progress
-        progress.step += 1
-        progress.losses.append(record.get("loss", record.get("value_loss", 0.0)))
-        progress.last = record
-        progress.seconds += record["step_s"]
-        progress.kept[CONTROLLER] = {"coef": self._kl_coef}
-        progress.kept[CURSOR] = self._cursor
-        shown = due(self.setup.job.settings.log_every, progress.step) or progress.step == self._last
-        if self.setup.ranks.first and shown:
-            emit("step", **record)
-
-    def _save(self) -> None:
-        setup = self.setup
-        with self._states_on_device():
-            saving.save(setup.engine, setup.job, setup.ranks, self.progress, setup.others)
-        if self.states.away:
-            self.rollout_engine.sync_weights()
-
     @contextmanager
     def _states_on_device(self) -> Iterator[None]:
         """Bring the optimizer states back to the device, in the place of the sleeping engine."""
@@ -178,19 +178,6 @@ class OnlineTrainer:
             self.rollout_engine.sleep()
         with self.states.on_device():
             yield
-
-    def _leave(self) -> dict[str, float]:
-        """Load the best weights if they are to be kept; return the metrics of what is kept."""
-        setup, best = self.setup, best_to_load(self.progress, self.setup.job.settings.evaluate)
-        if best is None:
-            if not self.eval_responses:  # resumed with nothing left to do
-                self.evaluate("after")
-            return {k: v for k, v in self.progress.evaluations[-1].items() if k != "step"}
-        path = setup.job.checkpoints / checkpoint.name_of(best.step)
-        with self._states_on_device():
-            saving.load(setup.engine, path, setup.others)
-        self.rollout_engine.sync_weights()
-        return self.evaluate("best")
 
 
 def iterations(loop: Loop, batch: Batch, prompts: int) -> int:

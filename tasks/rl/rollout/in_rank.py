@@ -38,7 +38,6 @@ class VllmEngine(Engine):
         self.reserved: dict[str, int] = {}  # bytes on a GPU, for `Ranks.peak_memory`
 
     def sync_weights(self) -> int:
-        """Sync the policy's weights, see `Engine`."""
         version, self.version = self.policy.advance(), 0
         self._engine.wake(WEIGHTS)
         if self.policy.as_adapter:
@@ -54,7 +53,6 @@ class VllmEngine(Engine):
         return version
 
     def generate(self, requests: Sequence[Request], *, greedy: bool = False) -> list[Generated]:
-        """Sample responses to this rank's requests, see `Engine`."""
         self.policy.require_current(self.version)
         size, rank = self.how.tensor_parallel, self.ranks.rank
         by_rank = [list(requests)]
@@ -73,13 +71,11 @@ class VllmEngine(Engine):
         return self._own(responses, by_rank, rank % size)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
-        """Return the log-probabilities of sequences by every rank's engine, see `Engine`."""
         return self._by_rank(self._engine.score(sequences))
 
     def sample_each(
         self, prompts: Sequence[Sequence[int]], limit: int, seed: int
     ) -> dict[str, list[Generated]]:
-        """Return every rank's response to each prompt, see `Engine`."""
         seeds, limits = range(seed, seed + len(prompts)), [limit] * len(prompts)
         return self._by_rank(self._engine.generate(prompts, seeds, limits=limits))
 

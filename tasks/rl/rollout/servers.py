@@ -56,10 +56,6 @@ class ServerEngine(Engine):
             raise
 
     def sync_weights(self) -> int:
-        """Sync the policy's weights and prove it, see `Engine`.
-
-        A server may read a folder until it has loaded the next one.
-        """
         self.finish_ahead()
         version, self.version = self.policy.advance(), 0
         folder, timeout_s = self._folder / f"{self._name}-v{version}", self.how.timeout_s
@@ -74,10 +70,7 @@ class ServerEngine(Engine):
         return version
 
     def generate(self, requests: Sequence[Request], *, greedy: bool = False) -> list[Generated]:
-        """Sample responses to this rank's requests, see `Engine`.
-
-        The first call after `start_ahead` that is not greedy has its requests, and collects them.
-        """
+        # The first call after `start_ahead` that is not greedy has its requests.
         if self._ahead is not None and not greedy:
             everyone, future = self._ahead
             responses = self.ranks.on_first(lambda: _collected(future))
@@ -90,13 +83,11 @@ class ServerEngine(Engine):
         return self._own(responses, everyone, self.ranks.rank)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[Numbers]]:
-        """Return the log-probabilities of sequences by every server, see `Engine`."""
         return self.ranks.on_first(lambda: self._fleet.each(lambda each: each.score(sequences)))
 
     def sample_each(
         self, prompts: Sequence[Sequence[int]], limit: int, seed: int
     ) -> dict[str, list[Generated]]:
-        """Return every server's response to each prompt, see `Engine`."""
         short = replace(self.sampling, max_new_tokens=limit)
         bodies = [request_body(prompt, short, seed + n) for n, prompt in enumerate(prompts)]
         return self.ranks.on_first(
@@ -143,7 +134,7 @@ class ServerEngine(Engine):
         self._fleet.require_able()
 
     def _forget_all_but(self, current: str) -> None:
-        """Remove earlier versions."""
+        """Remove earlier versions, which servers may read until they have the current one."""
         for folder in [path for path in self._folder.iterdir() if path.name != current]:
             if self.policy.as_adapter:
                 self._fleet.each(partial(RemoteServer.unload_adapter, name=folder.name))

@@ -2,8 +2,8 @@
 
 torchrun ... -m tests.rl.rollout_program JOB.json ...
 
-Each job writes `rank-<n>.json` with its observations. A job with the objective `faults` breaks
-something on purpose.
+It asserts on every rank; a rank that fails writes `failure-<n>` beside its job. A job with the
+objective `faults` breaks something on purpose.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
 from tasks.training.job import TrainJob  # noqa: E402
 from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
 from tasks.training.model.packed_model import model_of, restore_attention  # noqa: E402
-from tests.rl.stale_faults import failure, stale_servers, stale_weights  # noqa: E402
+from tests.rl.stale_faults import failure, require_noticed  # noqa: E402
 
 END = 256
 REPLIES = 6
@@ -81,7 +81,7 @@ class Bench:
         policy = Policy(self.engine, self.job, self.ranks)
         return closing(kind(policy, self.rollout, ends=(END,), probes=probes))
 
-    def perturb(self, scale: float) -> None:
+    def perturb(self, scale: float = 0.02) -> None:
         """Move every trained tensor, equally on all ranks."""
         draw = torch.Generator().manual_seed(7)
         for parameter in Policy(self.engine, self.job, self.ranks).parameters.values():
@@ -114,111 +114,107 @@ class Bench:
         return float(torch.cat(differences).mean())
 
 
-def watch(bench: Bench) -> dict[str, Any]:
-    """Sync, sample, change the policy, plant faults, and record what happens."""
+def watch(bench: Bench) -> None:
+    """Sync, sample, change the policy, and plant faults."""
     mine = requests(bench.ranks.rank)
-    bench.perturb(0.02)
+    bench.perturb()
     before = _process()
     with bench.answering() as answering:
-        seen = follow(bench, answering, mine)
-        serving = bench.rollout.engine == "server"
-        seen |= (watch_servers if serving else watch_engine)(bench, answering, mine)
+        follow(bench, answering, mine)
+        if bench.rollout.engine == "server":
+            left = watch_servers(bench, answering, mine)
+        else:
+            watch_engine(bench, answering, mine)
+            left = list(MEMORY.glob(f"{PREFIX}{os.getpid()}*"))
     after = _process()
-    seen["undisturbed"] = [name for name in before if before[name] != after[name]]
-    if serving:  # only these outlive the engine if something is wrong
-        bench.ranks.barrier()  # the first rank is the one that removes the folder
-        paths = [seen["folder"], *(f"/proc/{pid}" for pid in seen["supervisors"])]
-        seen["left"] = [path for path in paths if Path(path).exists()]
-    return seen
+    assert [name for name in before if before[name] != after[name]] == []
+    bench.ranks.barrier()  # the first rank is the one that removes the folder
+    assert [path for path in left if path.exists()] == []
 
 
-def follow(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+def follow(bench: Bench, answering: Any, mine: Sequence[Request]) -> None:
     """Sync, sample, change the policy without a sync, sync again."""
-    seen: dict[str, Any] = {"unpublished": failure(lambda: answering.generate(mine))}
-    versions = [answering.sync_weights()]
+    assert failure(lambda: answering.generate(mine)), "nothing is synced"
+    assert answering.sync_weights() == 1
     first = answering.generate(mine)
-    seen["replies"] = _ids(first)
-    seen["again"] = _ids(answering.generate(mine)) == _ids(first)
+    everyone = [tuple(ids) for of_rank in bench.ranks.all_objects(_ids(first)) for ids in of_rank]
+    assert len(everyone) == len(set(everyone)) == 10, "every response has its own seed"
+    assert _ids(answering.generate(mine)) == _ids(first), "same weights, prompts and seeds"
     nothing = answering.generate([] if bench.ranks.first else mine)
-    seen["none"] = nothing == [] if bench.ranks.first else _ids(nothing) == _ids(first)
-    seen["ended"] = all(g.ended == bool(g.ids[-1] == END) for g in first)
-    seen["cut"] = all(END not in g.ids[:-1] for g in first)
-    seen["differs"] = bench.differs(first)
-    bench.perturb(0.02)
-    seen["stale"] = failure(lambda: answering.generate(mine))
-    seen["stale_differs"] = bench.differs(first)
-    versions.append(answering.sync_weights())
-    seen["differs_after"] = bench.differs(answering.generate(mine))
-    return {**seen, "versions": versions}
+    assert _ids(nothing) == ([] if bench.ranks.first else _ids(first)), "one has nothing to do"
+    assert all(g.ended == bool(g.ids[-1] == END) and END not in g.ids[:-1] for g in first)
+    assert bench.differs(first) <= 0.01  # nats; the bar of the mismatch
+    bench.perturb()
+    assert failure(lambda: answering.generate(mine)), "the policy has changed"
+    assert bench.differs(first) > 0.05, "the change was one that shows"
+    assert answering.sync_weights() == 2
+    # Both compute in bf16, and each is as far from fp32 as from the other: that grows with the
+    # weights, to 0.012 after four such changes, whatever was handed over.
+    assert bench.differs(answering.generate(mine)) <= 0.01
 
 
-def watch_engine(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
-    """Record what an engine in this process does after it was synced.
+def watch_engine(bench: Bench, answering: Any, mine: Sequence[Request]) -> None:
+    """Let an engine in this process sleep and wake as on a GPU, and plant faults.
 
-    It sleeps and wakes as on a GPU: on a CPU no memory is freed, but the calls of vLLM are real.
+    On a CPU no memory is freed, but the calls of vLLM are real.
     """
     replies = _ids(answering.generate(mine))
     short = [replace(request, limit=2) for request in mine]  # as in later turns of an episode
-    seen: dict[str, Any] = {
-        "limited": _ids(answering.generate(short)) == [ids[:2] for ids in replies]
-    }
+    assert _ids(answering.generate(short)) == [ids[:2] for ids in replies]
     with patch("tasks.serving.vllm.rollouts.on_gpu", lambda: True):
         answering.sleep()
-    seen["forgot"] = failure(lambda: answering.generate(mine))
+    forgot = "version 0" in failure(lambda: answering.generate(mine))
+    assert forgot != answering.policy.as_adapter, "full weights are lost in a sleep"
     answering.sync_weights()
-    seen["same after sleep"] = _ids(answering.generate(mine)) == replies
-    if bench.ranks.device.type == "cpu":  # made in weights as vLLM packs them for a CPU
-        seen["faults"] = stale_weights(bench, answering, mine)
-    seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getpid()}*"))
-    return seen
+    assert _ids(answering.generate(mine)) == replies
+    # Made in weights as vLLM packs them for a CPU.
+    if bench.ranks.device.type == "cpu" and bench.job.out.name in ("lora", "full"):
+        require_noticed(bench, answering, mine)
 
 
-def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
-    """Record responses that are sampled ahead, faults of a server, and what servers leave."""
+def watch_servers(bench: Bench, answering: Any, mine: Sequence[Request]) -> list[Path]:
+    """Sample ahead, and plant faults of a server; return what has to be gone afterwards."""
     before = answering.generate(mine)
-    seen: dict[str, Any] = {"mismatch": answering.proof.mismatch}
+    assert answering.proof.mismatch < 0.01
     answering.start_ahead(mine)
-    bench.perturb(0.02)
-    seen["next version"] = answering.sync_weights()
+    bench.perturb()
+    assert answering.sync_weights() == 3
     ahead = answering.generate(mine)
-    seen["ahead"] = _ids(ahead) == _ids(before)
-    seen["ahead of version"] = sorted({g.version for g in ahead})
-    seen["faults"] = stale_servers(bench, answering)
-    bench.ranks.barrier()  # the first rank is the one that removes the folder
-    folder = answering._folder
-    seen["published"] = len(list(folder.iterdir()))
+    assert _ids(ahead) == _ids(before), "sampled ahead, by the version before"
+    assert {g.version for g in ahead} == {2}
+    require_noticed(bench, answering, mine)
     bench.ranks.barrier()
-    seen["supervisors"] = [server.child.pid for server in answering._fleet.started]
-    return {**seen, "folder": str(folder)}
+    assert len(list(answering._folder.iterdir())) == 1, "only the last version"
+    bench.ranks.barrier()
+    servers = [Path(f"/proc/{server.child.pid}") for server in answering._fleet.started]
+    return [answering._folder, *servers]
 
 
-def break_it(bench: Bench) -> dict[str, Any]:
+def break_it(bench: Bench) -> None:
     """Sync weights that must not be sampled from, with a LoRA policy below ZeRO-3."""
-    mine, seen = requests(bench.ranks.rank), {}
-    bench.perturb(0.02)
-    policy = Policy(bench.engine, bench.job, bench.ranks)
+    mine = requests(bench.ranks.rank)
+    bench.perturb()
+    write = Policy.write
+
+    def write_large(self: Policy, folder: Path | None) -> None:
+        write(self, folder)
+        if folder is not None:
+            path = folder / "adapter_config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "r": 4096}))
+
     with bench.answering() as answering:
         answering.sync_weights()
-        write = Policy.write
-
-        def write_large(self: Policy, folder: Path | None) -> None:
-            write(self, folder)
-            if folder is not None:
-                path = folder / "adapter_config.json"
-                path.write_text(json.dumps({**json.loads(path.read_text()), "r": 4096}))
-
         with patch.object(Policy, "write", write_large):
-            seen["refused"] = failure(answering.sync_weights)
-        seen["after refusal"] = failure(lambda: answering.generate(mine))
-        parameter = next(iter(policy.parameters.values()))
+            assert "version 2" in failure(answering.sync_weights)
+        assert failure(lambda: answering.generate(mine)), "never from the base instead"
+        parameter = next(iter(answering.policy.parameters.values()))
         whole = parameter.data
         parameter.data = whole[:, 1:]
-        seen["contract"] = failure(answering.sync_weights)
+        assert "lora_A.weight" in failure(answering.sync_weights), "not the contract's shape"
         parameter.data = whole.clone()
         parameter.data[0, 0] = torch.nan
-        seen["not finite"] = failure(answering.sync_weights)
+        assert "lora_A" in failure(answering.sync_weights), "not finite"
         parameter.data = whole
-    return seen
 
 
 def _ids(responses: Sequence[Generated]) -> list[list[int]]:
@@ -238,18 +234,16 @@ def _process() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Live through each job of the command line, and write what was seen beside it."""
+    """Live through each job of the command line."""
     ranks = Ranks()
     for path in map(Path, sys.argv[1:]):
         job = TrainJob.read(path)
         try:
             bench = Bench.of(job, ranks)
-            seen = (break_it if job.settings.objective == "faults" else watch)(bench)
+            (break_it if job.settings.objective == "faults" else watch)(bench)
             bench.engine.destroy()
         except Exception:
-            seen = {"failure": traceback.format_exc()}
-        (job.out / f"rank-{ranks.rank}.json").write_text(json.dumps(seen))
-        if "failure" in seen:
+            (job.out / f"failure-{ranks.rank}").write_text(traceback.format_exc())
             sys.exit(1)  # the other rank may wait for this one
         gc.collect()
         ranks.barrier()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,42 +17,37 @@ from unittest.mock import patch
 import torch
 
 from tasks.core.errors import PlumblineError
+from tasks.rl.rollout.servers import ServerEngine
 from tasks.serving.rollout_servers import RemoteServer
 
+Plant = Callable[[Any, Any], AbstractContextManager[None]]
 
-def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
-    """Return the engine's error by fault. The policy is synced again after each."""
-    plants: dict[str, Callable[[Any, Any], AbstractContextManager[Any]]] = {
-        "reload does nothing": _reload_does_nothing
+
+def require_noticed(bench: Any, answering: Any, mine: Any) -> None:
+    """Plant each fault for one sync, and assert that the error names it; then sync without it."""
+    for fault, named in faults_of(answering).items():
+        bench.perturb(0.002 if isinstance(answering, ServerEngine) else 0.02)
+        with fault(bench, answering):
+            noticed = failure(lambda: (answering.sync_weights(), answering.generate(mine)))
+        assert named in noticed, fault
+        assert not failure(lambda: (answering.sync_weights(), answering.generate(mine))), fault
+
+
+def faults_of(answering: Any) -> dict[Plant, str]:
+    """Return the faults of an engine, with a word of the error; none where they cannot be made."""
+    as_adapter, servers = answering.policy.as_adapter, isinstance(answering, ServerEngine)
+    if servers:
+        names = ("old adapter", "base") if as_adapter else ("reload does nothing",)
+        return {partial(_stale_server, name): "http://127.0.0.1:" for name in names}
+    if not as_adapter:
+        return {_reload_does_nothing: "vLLM of rank"}
+    return {
+        _stale_adapter: "layers.0.self_attn.q_proj.lora_A.weight",
+        _one_module_left_out: "layers.1.self_attn.k_proj.lora_A.weight",
+        _adapter_lost_on_wake: "layers.0.self_attn.qkv_proj.lora_A.0",
+        _base_lost_on_wake: "model.norm.weight",
+        _adapter_not_used: "[0]",
     }
-    if answering.policy.as_adapter:
-        plants = {
-            "stale adapter": _stale_adapter,
-            "one module left out": _one_module_left_out,
-            "adapter lost on wake": _adapter_lost_on_wake,
-            "base lost on wake": _base_lost_on_wake,
-            "adapter not used": _adapter_not_used,
-        }
-    seen = {}
-    for name, plant in plants.items():
-        bench.perturb(0.02)
-        with plant(bench, answering):
-            seen[name] = failure(lambda: (answering.sync_weights(), answering.generate(mine)))
-        answering.sync_weights()
-        seen[f"{name}, then right"] = failure(lambda: answering.generate(mine))
-    return seen
-
-
-def stale_servers(bench: Any, answering: Any) -> dict[str, str]:
-    """Return the error of a sync by fault of the last server, after a small step."""
-    as_adapter = answering.policy.as_adapter
-    seen = {}
-    for name in ("old adapter", "base") if as_adapter else ("reload does nothing",):
-        bench.perturb(0.002)
-        with _stale_server(name, answering):
-            seen[name] = failure(answering.sync_weights)
-        seen[f"{name}, then right"] = failure(answering.sync_weights)
-    return seen
 
 
 def failure(work: Callable[[], Any]) -> str:
@@ -156,7 +152,7 @@ def _worker(answering: Any) -> Any:
 
 
 @contextmanager
-def _stale_server(name: str, answering: Any) -> Iterator[None]:
+def _stale_server(name: str, bench: Any, answering: Any) -> Iterator[None]:
     """The last server keeps its weights, loads the last adapter, or samples from the base."""
     servers = answering._fleet.servers  # none on other ranks than the first
     load_adapter, load_weights = RemoteServer.load_adapter, RemoteServer.load_weights

@@ -20,12 +20,12 @@ from tasks.rl.collect import Collector
 from tasks.rl.experience import pack_experience
 from tasks.rl.measure import ExperienceScorer
 from tasks.rl.metrics import Clock, collected, evaluated, samples_of, speeds
+from tasks.rl.models import Setup
 from tasks.rl.prompts import PromptOrder
 from tasks.rl.responses import Response
 from tasks.rl.rollout.engine import Engine
 from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Loop
-from tasks.rl.setup import Setup
 from tasks.rl.update import Updater
 from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Progress

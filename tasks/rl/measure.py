@@ -14,8 +14,8 @@ from tasks.core.errors import TrainingError
 from tasks.rl import advantages
 from tasks.rl.advantages import estimate_kl
 from tasks.rl.experience import Experience
+from tasks.rl.models import Setup
 from tasks.rl.rollout.proof import SyncProof
-from tasks.rl.setup import Setup
 from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model.packed_model import TokenOutputs

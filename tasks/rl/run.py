@@ -11,13 +11,13 @@ from tasks.core.events import emit
 from tasks.rl.collect import Collector
 from tasks.rl.environment import EnvironmentProcess, Episodes, ObservationTokens
 from tasks.rl.loop import OnlineTrainer
+from tasks.rl.models import set_up
 from tasks.rl.prompts import load_prompts
 from tasks.rl.rewards import open_rewards
 from tasks.rl.rollout.in_rank import VllmEngine
 from tasks.rl.rollout.policy import Policy
 from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Online
-from tasks.rl.setup import set_up
 from tasks.rl.user_code import ENVIRONMENT, FunctionReference
 from tasks.serving.prompts import stop_ids
 from tasks.training.engine.deepspeed_engine import Ranks, TrainerStates, require_same_versions

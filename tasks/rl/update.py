@@ -15,7 +15,7 @@ from tasks.core.errors import TrainingError
 from tasks.rl.experience import Experience
 from tasks.rl.losses import Totals, policy_loss, value_loss
 from tasks.rl.measure import ExperienceScorer
-from tasks.rl.setup import Setup
+from tasks.rl.models import Setup
 from tasks.training.engine import checkpoint
 from tasks.training.loop import MAX_SKIPPED, accumulate, begin_random, set_lr, take
 from tasks.training.losses import Loss

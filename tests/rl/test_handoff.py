@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tasks.core.errors import ContractError, TrainingError
-from tasks.rl import setup
+from tasks.rl import models
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.policy import PREFIX, memory_folder, sweep
 from tasks.rl.rollout.proof import PROBES, Numbers, SyncProof
@@ -230,6 +230,6 @@ def test_dropout_is_switched_off() -> None:
     model = get_peft_model(LlamaForCausalLM(tiny("Llama", attention_dropout=0.5)), lora)
     ids = torch.arange(8)[None]
     assert not torch.equal(model.eval()(ids).logits, model.train()(ids).logits)
-    assert setup.disable_dropout(model)
+    assert models.disable_dropout(model)
     assert torch.equal(model.eval()(ids).logits, model.train()(ids).logits)
-    assert not setup.disable_dropout(model)
+    assert not models.disable_dropout(model)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from tasks.core.errors import ArtifactError, PlumblineError, TrainingError
 from tasks.serving import rollout_servers
 from tasks.serving.rollout_servers import Fleet, RefusedError, RemoteServer, request_body
-from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
+from tasks.serving.vllm.colocation import Colocation, Sampling
 from tests.answering import Reply, answering
 
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=4, ends=(9,))
@@ -34,9 +35,8 @@ class FakeVllm:
 
     react: React = lambda _, __: None
     served: list[int] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=count)
     asked: Any = None
-    _requests: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def die(self) -> None:
         """Stop listening, as a killed process does."""
@@ -44,10 +44,8 @@ class FakeVllm:
         self.asked.server.socket.close()
         raise ConnectionAbortedError
 
-    def answer(self, body: dict[str, Any]) -> Any:
-        with self._lock:
-            number, self._requests = self._requests, self._requests + 1
-        special = self.react(number, body)
+    def __call__(self, body: dict[str, Any]) -> Any:
+        special = self.react(next(self.numbers), body)
         if special is not None:
             return Reply(special[0], json.dumps(special[1]).encode())
         self.served.append(body["prompt"][0])
@@ -61,15 +59,6 @@ def usual(body: dict[str, Any]) -> dict[str, Any]:
     return {"model": body["model"], "choices": [choice]}
 
 
-def after(event: threading.Event) -> React:
-    """Hold requests back until something has happened at another server."""
-
-    def react(_: int, __: Any) -> None:
-        assert event.wait(30)
-
-    return react
-
-
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeVllm]]:
     monkeypatch.setattr(rollout_servers, "PAUSES_S", (0.01,) * 8)
@@ -77,7 +66,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeVllm]]:
 
         def started(react: React = lambda _, __: None) -> FakeVllm:
             fake = FakeVllm(react)
-            fake.asked = stack.enter_context(answering({"/v1/completions": fake.answer}))
+            fake.asked = stack.enter_context(answering({"/v1/completions": fake}))
             return fake
 
         yield started
@@ -89,12 +78,15 @@ def fleet_of(*fakes: FakeVllm, timeout_s: float = 20.0) -> Fleet:
     return Fleet(how, SAMPLING, servers)
 
 
-def sampled(fleet: Fleet, count: int) -> list[Generated]:
-    bodies = [request_body([number, 7], SAMPLING, 1000 + number) for number in range(count)]
-    responses = fleet.generate(bodies, 3)
-    assert [r.ids.tolist() for r in responses] == [[n, 1000 + n, 9] for n in range(count)]
-    assert all(r.ended and r.version == 3 for r in responses)
-    return responses
+def sample(fleet: Fleet, responses: int) -> None:
+    """Sample, and assert that each response is that of its request."""
+    bodies = [request_body([number, 7], SAMPLING, 1000 + number) for number in range(responses)]
+    made = fleet.generate(bodies, 3)
+    assert len(made) == responses
+    for number, response in enumerate(made):
+        assert response.ids.tolist() == [number, 1000 + number, 9]
+        assert response.ended
+        assert response.version == 3
 
 
 def require_once(*fakes: FakeVllm) -> None:
@@ -110,9 +102,9 @@ def test_a_server_that_dies_leaves_its_prompts_to_the_others(start: Any) -> None
             dying.die()
 
     dying.react = die
-    good = start(after(died))
+    good = start(lambda *_: None if died.wait(30) else (500, {}))
     fleet = fleet_of(dying, good)
-    sampled(fleet, 40)
+    sample(fleet, 40)
     require_once(dying, good)
     assert len(dying.served) <= 5
     assert [bool(server.lost) for server in fleet.servers] == [True, False]
@@ -127,7 +119,7 @@ def test_a_broken_connection_and_a_busy_server_are_tried_again(start: Any) -> No
 
     fake = start(react)
     fleet = fleet_of(fake)
-    sampled(fleet, 20)
+    sample(fleet, 20)
     require_once(fake)
     assert fleet.servers[0].lost == ""
 
@@ -151,10 +143,10 @@ def test_answers_that_cannot_be_used_end_the_run(
 ) -> None:
     fake = start(lambda number, body: answer(body))
     with pytest.raises(error, match=named):
-        sampled(fleet_of(fake), 6)
+        sample(fleet_of(fake), 6)
 
 
 def test_a_server_that_hangs_is_named_by_the_time_limit(start: Any) -> None:
     fake = start(lambda number, _: time.sleep(2.0) if number == 3 else None)
     with pytest.raises(TrainingError, match="[1-8] of 8"):
-        sampled(fleet_of(fake, timeout_s=0.5), 8)
+        sample(fleet_of(fake, timeout_s=0.5), 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from tasks.rl.reward_model import RewardFolder, RewardModel
 from tasks.rl.rewards import open_rewards
 from tasks.rl.settings import Reward
 from tasks.serving.reference.rewards import load_rewarder
-from tests.rl.making import TOKENIZER, response, responses
+from tests.rl.making import LOG, TOKENIZER, response, responses
+from tests.tiny import tiny
 from tests.training.conftest import make_tokenizer
 
-LOG = logging.getLogger("tests.rl")
 MEAN, STD = 0.25, 1.5
 OTHER_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
@@ -30,17 +29,12 @@ OTHER_TEMPLATE = (
 
 def save_reward_model(folder: Path, *, tokenizer: Any = TOKENIZER, **config: Any) -> Path:
     """Save a random Qwen2 with one label, its statistics and its tokenizer."""
-    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+    from transformers import Qwen2ForSequenceClassification
 
     torch.manual_seed(0)
-    made = Qwen2ForSequenceClassification(
-        Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=None, num_labels=1,
-        )
-    )  # fmt: skip
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128, "num_labels": 1}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    made = Qwen2ForSequenceClassification(tiny("Qwen2", **sizes, **ids, bos_token_id=None))
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:

@@ -9,14 +9,14 @@ was trained. A 4-bit weight is dequantised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from tasks.core.contract import Expected, judge, require
+from tasks.core.contract import judge, require
 from tasks.core.errors import ConfigError
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES, whole
 from tasks.training.model.adapter import ADAPTER
@@ -42,25 +42,6 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
     keep it. Raises ConfigError for a model family whose tensors on disk are not those in memory,
     and ContractError after the last tensor, if they are not those that the model class needs.
     """
-    keys = disk_keys(facts)
-    model = model_of(module)
-    yielded: dict[str, TensorSpec] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        plain = _plain(name)
-        if plain is None:
-            continue
-        tensor = _merged(model, name, plain, parameter)
-        key = keys.get(plain, plain)
-        yielded[key] = TensorSpec(tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype])
-        yield key, tensor
-    require(judge(_contract(facts), yielded), stage="weight sync")
-
-
-def disk_keys(facts: Model) -> Mapping[str, str]:
-    """Return the key on disk of every parameter in memory, tied ones too.
-
-    Raises ConfigError if tensors on disk and in memory are not one to one.
-    """
     unmatched = [slot.key for slot in facts.slots if not slot.is_renamed]
     if unmatched or facts.findings:
         raise ConfigError(
@@ -69,14 +50,16 @@ def disk_keys(facts: Model) -> Mapping[str, str]:
             hint="peft=lora, on linear layers alone",
         )
     keys = {alias: facts.aliases[alias] for alias in facts.ties}
-    return keys | {slot.live: slot.key for slot in facts.slots}
-
-
-def _contract(facts: Model) -> list[Expected]:
-    """Return a checkpoint's tensors, tied ones under each of their keys."""
-    by_name = {expected.name: expected for expected in facts.tensors}
-    tied = [replace(by_name[to], name=alias) for alias, to in facts.tied.items()]
-    return [*by_name.values(), *tied]
+    keys |= {slot.live: slot.key for slot in facts.slots}
+    model, yielded = model_of(module), dict[str, TensorSpec]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (plain := _plain(name)) is not None:
+            tensor, key = _merged(model, name, plain, parameter), keys.get(plain, plain)
+            yielded[key] = TensorSpec(tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype])
+            yield key, tensor
+    wanted = {expected.name: expected for expected in facts.tensors}
+    wanted |= {alias: replace(wanted[to], name=alias) for alias, to in facts.tied.items()}
+    require(judge(wanted.values(), yielded), stage="weight sync")
 
 
 def _plain(name: str) -> str | None:
@@ -94,7 +77,8 @@ def _merged(model: nn.Module, name: str, plain: str, parameter: nn.Parameter) ->
     """Return a tensor of the policy; `name` and `plain` name it in peft's model and in the base."""
     owner, _, leaf = name.rpartition(".")
     layer: Any = model.get_submodule(owner.removesuffix(".base_layer")) if owner else model
-    if leaf == "weight" and _has_adapter(layer):
+    adapted = {*getattr(layer, "lora_A", ()), *getattr(layer, "lora_embedding_A", ())}
+    if leaf == "weight" and ADAPTER in adapted:
         return _merged_weight(layer, plain)
     trained = getattr(layer, "trainable_tokens_delta", {})
     rows = [trained[ADAPTER]] if ADAPTER in trained else []
@@ -103,14 +87,6 @@ def _merged(model: nn.Module, name: str, plain: str, parameter: nn.Parameter) ->
         for row in rows:
             tensor[layer.token_indices[ADAPTER]] = row.to(tensor)
     return tensor
-
-
-def _has_adapter(layer: Any) -> bool:
-    from peft.tuners.lora import LoraLayer
-
-    return isinstance(layer, LoraLayer) and (
-        ADAPTER in layer.lora_A or ADAPTER in layer.lora_embedding_A
-    )
 
 
 def _merged_weight(layer: Any, name: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ here uses the conversion that it is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -78,33 +78,24 @@ def normalised(scores: Sequence[float], normalisation: Normalisation) -> list[fl
 def load_rewarder(path: Path, *, adapter: Path | None, **how: Any) -> Rewarder:
     """Load a reward model; with an adapter `path` is its base.
 
-    The adapter has a reward head, or changes that of `path`; `how` are options of `load_model`.
+    The adapter has a reward head, or changes that of `path`; `how` are options of `from_folder`.
     Raises ArtifactError.
     """
     config = read_json(path / "config.json")
-    if adapter is not None:
-        config_file = adapter / "config.json"
-        adapter_config = read_json(config_file) if config_file.is_file() else config
-        model = _classifier(path, gaps=(SCORE, *OUTPUT_EMBEDDINGS), **how)
-        # A base may pad with the token that ends a text, which would score one token too early.
-        model.config.get_text_config().pad_token_id = None
-        return _rewarder(with_adapters(model, {str(adapter): 1.0}), adapter_config)
-    names = config.get("architectures") or [""]
-    if names[0].endswith("ForSequenceClassification"):
-        return _rewarder(_classifier(path, **how), config)
-    return _with_head(path, **how)
-
-
-def _classifier(path: Path, **how: Any) -> Any:
+    name = (config.get("architectures") or [""])[0]
+    if adapter is None and not name.endswith("ForSequenceClassification"):
+        return _with_head(path, **how)
     if how.get("quantization") is not None:
         how["quantization"] = {**how["quantization"], "skip": ["score", "lm_head"]}
-    return from_folder(CLASSIFIER, path, num_labels=1, **how)
-
-
-def _rewarder(model: Any, config: Mapping[str, Any]) -> Rewarder:
-    """Return the rewarder of a classifier; `config` has the normalisation."""
-    model.eval()
-    text = model.config.get_text_config()
+    gaps = () if adapter is None else (SCORE, *OUTPUT_EMBEDDINGS)
+    model = from_folder(CLASSIFIER, path, num_labels=1, gaps=gaps, **how)
+    if adapter is not None:
+        # A base may pad with the token that ends a text, which would score one token too early.
+        model.config.get_text_config().pad_token_id = None
+        model = with_adapters(model, {str(adapter): 1.0})
+        if (adapter / "config.json").is_file():
+            config = read_json(adapter / "config.json")
+    text = model.eval().config.get_text_config()
     if text.pad_token_id is None:  # transformers would refuse any batch, even of equal texts
         text.pad_token_id = -1
 

@@ -41,7 +41,8 @@ from tasks.serving.vllm.colocation import (
     Colocation,
     Generated,
     Sampling,
-    room_for_rank,
+    engine_options,
+    words,
 )
 from tasks.serving.vllm.job import environment
 from tasks.serving.vllm.server import plugin, serve_command
@@ -208,29 +209,12 @@ class RemoteServer:
 
 
 def request_body(
-    prompt: Sequence[int], sampling: Sampling, seed: int, *, greedy: bool = False
+    prompt: Sequence[int], sampling: Sampling, seed: int, *, limit: int, greedy: bool = False
 ) -> dict[str, Any]:
-    """Return the request for one response, without the name of the model.
-
-    Every option of sampling is set: vLLM would take others from the model's folder.
-    """
-    how: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    if not greedy:
-        how = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        how |= {"top_k": sampling.top_k, "seed": seed}
-    return how | {
-        "prompt": list(map(int, prompt)),
-        "max_tokens": sampling.max_new_tokens,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "logprobs": 0,
-        "ignore_eos": True,  # end tokens come from `sampling`, not from the model folder
-        "stop_token_ids": list(sampling.ends),
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
+    """Return the request for one response, without the name of the model."""
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    options = sampling.options(seed, limit, greedy=greedy)
+    return {"prompt": list(map(int, prompt)), **options, **ids}
 
 
 def reason(response: httpx.Response) -> str:
@@ -305,24 +289,31 @@ class Fleet:
     def _start(self, gpus: Sequence[str], threads: int, log_path: Path) -> None:
         """Start a server on these GPUs, or with CPU threads."""
         how, port, key = self.how, free_port(), secrets.token_hex(16)
-        words = ["--host", HOST, "--port", str(port), "--served-model-name", NAME]
-        words += ["--uvicorn-log-level", "warning", *options(how, self.sampling)]
-        words += ["--max-num-batched-tokens", str(max(2048, how.max_model_len))]
+        options = engine_options(how, self.sampling) | {
+            "host": HOST,
+            "port": port,
+            "served_model_name": NAME,
+            "uvicorn_log_level": "warning",
+            "max_num_batched_tokens": max(2048, how.max_model_len),
+        }
         env = environment(1, threads) | {switch(how): "1", "VLLM_API_KEY": key}
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         if gpus:
             del env["OMP_NUM_THREADS"]
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            words += ["--gpu-memory-utilization", str(how.gpu_memory)]
+            options["gpu_memory_utilization"] = how.gpu_memory
         else:
-            nbytes = str(int(how.kv_cache_gib * 2**30))
-            words += ["--kv-cache-memory-bytes", nbytes, "--gpu-memory-utilization", "0.01"]
-            # vLLM 0.32 rewinds the generator of a half-read prompt, which a CPU's cannot do.
-            words += ["--no-enable-chunked-prefill", "--enforce-eager"]
+            options |= {
+                "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
+                "gpu_memory_utilization": 0.01,
+                # vLLM 0.32 rewinds the generator of a half-read prompt, which a CPU's cannot do.
+                "no_enable_chunked_prefill": True,
+                "enforce_eager": True,
+            }
             env |= plugin(log_path.parent) | {"TORCHDYNAMO_DISABLE": "1"}
         unset = [name for name in os.environ if name.startswith(_OF_RANKS) and name not in env]
         argv = ["env", *(word for name in unset for word in ("-u", name))]
-        argv += [*serve_command(how.model), *words]
+        argv += [*serve_command(how.model), *words(options)]
         server = Server(argv, port, stage="rollout", log=LOG, log_path=log_path, env=env)
         self.started.append(server)
         self.servers.append(RemoteServer(server.url, key=key))
@@ -422,9 +413,9 @@ class Fleet:
     @property
     def _command(self) -> str:
         """The command line that starts a server for this run on another machine."""
-        words = ["vllm", "serve", str(self.how.model), "--host", "0.0.0.0", "--port", "8000"]
-        words += options(self.how, self.sampling)
-        return f"a server for this run: {switch(self.how)}=1 {shlex.join(words)}"
+        argv = ["vllm", "serve", str(self.how.model), "--host", "0.0.0.0", "--port", "8000"]
+        argv += words(engine_options(self.how, self.sampling))
+        return f"a server for this run: {switch(self.how)}=1 {shlex.join(argv)}"
 
     def _none_left(self) -> TrainingError:
         lost = [server.lost for server in self.servers]
@@ -434,26 +425,6 @@ class Fleet:
             hint="the servers' logs say why; start them again and run the same command: it "
             "goes on from the last checkpoint",
         )
-
-
-def options(how: Colocation, sampling: Sampling) -> list[str]:
-    """Return the options of `vllm serve` that rollouts need, wherever the server runs."""
-    values = {
-        "--dtype": how.dtype,
-        "--max-model-len": how.max_model_len,
-        "--max-num-seqs": how.max_num_seqs,
-        "--tensor-parallel-size": how.tensor_parallel,
-        "--logprobs-mode": sampling.logprobs_mode,
-        "--generation-config": "vllm",
-    }
-    words = [str(word) for option in values.items() for word in option]
-    if how.trust_remote_code:
-        words.append("--trust-remote-code")
-    if how.adapter_rank is None:
-        # A tied head would keep its old packed copy on a CPU, so it is untied and synced, too.
-        return [*words, "--hf-overrides", '{"tie_word_embeddings": false}']
-    rank = str(room_for_rank(how.adapter_rank))
-    return [*words, "--enable-lora", "--max-lora-rank", rank, "--max-loras", "1"]
 
 
 def switch(how: Colocation) -> str:

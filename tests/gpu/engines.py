@@ -60,7 +60,7 @@ def started(folder: Path, *, adapter_rank: int | None) -> Any:
         folder, max_model_len=128, max_num_seqs=64, kv_cache_gib=0.1, gpu_memory=0.4,
         adapter_rank=adapter_rank,
     )  # fmt: skip
-    return Colocated(how, Sampling(max_new_tokens=LENGTH))
+    return Colocated(how, Sampling())
 
 
 def require_close(engine: Any, model: Any) -> float:
@@ -68,7 +68,9 @@ def require_close(engine: Any, model: Any) -> float:
     import torch
 
     differences = []
-    for prompt, answer in zip(PROMPTS, engine.generate(PROMPTS, range(4)), strict=True):
+    for prompt, answer in zip(
+        PROMPTS, engine.generate(PROMPTS, range(4), [LENGTH] * 4), strict=True
+    ):
         ids = torch.tensor([[*prompt, *answer.ids.tolist()]], device=model.device)
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

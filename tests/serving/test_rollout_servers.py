@@ -21,7 +21,7 @@ from tasks.serving.rollout_servers import Fleet, RefusedError, RemoteServer, req
 from tasks.serving.vllm.colocation import Colocation, Sampling
 from tests.answering import Reply, answering
 
-SAMPLING = Sampling(temperature=0.7, max_new_tokens=4, ends=(9,))
+SAMPLING = Sampling(temperature=0.7, ends=(9,))
 React = Callable[[int, dict[str, Any]], tuple[int, Any] | None]
 
 
@@ -80,7 +80,7 @@ def fleet_of(*fakes: FakeVllm, timeout_s: float = 20.0) -> Fleet:
 
 def sample(fleet: Fleet, responses: int) -> None:
     """Sample, and assert that each response is that of its request."""
-    bodies = [request_body([number, 7], SAMPLING, 1000 + number) for number in range(responses)]
+    bodies = [request_body([n, 7], SAMPLING, 1000 + n, limit=4) for n in range(responses)]
     made = fleet.generate(bodies, 3)
     assert len(made) == responses
     for number, response in enumerate(made):

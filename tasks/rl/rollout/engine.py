@@ -43,8 +43,7 @@ class Engine(ABC):
             trust_remote_code=settings.trust_remote_code,
             timeout_s=rollout.timeout_s or time_limit([policy.job.base]),
         )
-        limits = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens)
-        self.sampling = Sampling(*limits, ends)
+        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, ends)
         self.proof = SyncProof.of(
             probes,
             limit=Online.of(settings.online).loop.mismatch_limit,

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,8 +87,10 @@ class ServerEngine(Engine):
     def sample_each(
         self, prompts: Sequence[Sequence[int]], limit: int, seed: int
     ) -> dict[str, list[Generated]]:
-        short = replace(self.sampling, max_new_tokens=limit)
-        bodies = [request_body(prompt, short, seed + n) for n, prompt in enumerate(prompts)]
+        bodies = [
+            request_body(prompt, self.sampling, seed + n, limit=limit)
+            for n, prompt in enumerate(prompts)
+        ]
         return self.ranks.on_first(
             lambda: self._fleet.each(lambda each: self._fleet.generate(bodies, seed, [each]))
         )
@@ -141,11 +142,17 @@ class ServerEngine(Engine):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _sample(self, everyone: Everyone, greedy: bool) -> list[Generated]:
-        bodies = []
-        for request in (request for of_rank in everyone for request in of_rank):
-            how = replace(self.sampling, max_new_tokens=self._limit(request))
-            seed = request.sampling_seed
-            bodies.append(request_body(request.ids.tolist(), how, seed, greedy=greedy))
+        bodies = [
+            request_body(
+                request.ids.tolist(),
+                self.sampling,
+                request.sampling_seed,
+                limit=self._limit(request),
+                greedy=greedy,
+            )
+            for of_rank in everyone
+            for request in of_rank
+        ]
         return self._fleet.generate(bodies, self.version)
 
 

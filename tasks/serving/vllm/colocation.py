@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +28,6 @@ class Sampling:
     temperature: float = 1.0  # > 0
     top_p: float = 1.0  # sample among the most likely tokens with this total probability; 1: all
     top_k: int = 0  # sample among this many most likely tokens; 0: all
-    max_new_tokens: int = 64  # token limit of a response
     ends: tuple[int, ...] = ()  # ids of end tokens
 
     @property
@@ -42,6 +44,26 @@ class Sampling:
     def logprobs_mode(self) -> str:
         """vLLM's name for those log-probabilities."""
         return "raw_logprobs" if self.cut else "processed_logprobs"
+
+    def options(self, seed: int, limit: int, *, greedy: bool = False) -> dict[str, Any]:
+        """Return the options of a request, by vLLM's names in Python and over HTTP.
+
+        Each that changes sampling is set: a server takes others from the model's folder.
+        """
+        how: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+        if not greedy:
+            how = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            how["seed"] = seed
+        return how | {
+            "max_tokens": limit,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 0,
+            "ignore_eos": True,  # end tokens come from `ends`, not from the model folder
+            "stop_token_ids": list(self.ends),
+        }
 
 
 @dataclass(frozen=True)
@@ -79,3 +101,33 @@ def room_for_rank(rank: int) -> int:
         if rank <= size:
             return size
     raise ConfigError(f"peft.rank={rank}: vLLM serves adapters up to rank {RANKS_OF_ADAPTERS[-1]}")
+
+
+def engine_options(how: Colocation, sampling: Sampling) -> dict[str, Any]:
+    """Return the options that rollouts need, by the names of `vllm.LLM`, wherever vLLM runs."""
+    options: dict[str, Any] = {
+        "dtype": how.dtype,
+        "max_model_len": how.max_model_len,
+        "max_num_seqs": how.max_num_seqs,
+        "tensor_parallel_size": how.tensor_parallel,
+        "logprobs_mode": sampling.logprobs_mode,
+        "generation_config": "vllm",
+    }
+    if how.trust_remote_code:
+        options["trust_remote_code"] = True
+    if how.adapter_rank is None:
+        # A tied head would keep its old packed copy on a CPU when new weights come, so the head is
+        # untied and synced like every other tensor.
+        return options | {"hf_overrides": {"tie_word_embeddings": False}}
+    rank = room_for_rank(how.adapter_rank)
+    return options | {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+
+
+def words(options: Mapping[str, Any]) -> list[str]:
+    """Return options as words of `vllm serve`."""
+    made: list[str] = []
+    for name, value in options.items():
+        made.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            made.append(value if isinstance(value, str) else json.dumps(value))
+    return made

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, TrainingError
 from tasks.process.block_unused_imports import compiles, on_gpu
-from tasks.serving.vllm.colocation import Colocation, Generated, Sampling, room_for_rank
+from tasks.serving.vllm.colocation import Colocation, Generated, Sampling, engine_options
 from tasks.serving.vllm.job import FLASHINFER_SAMPLER
 from tasks.serving.vllm.loaded_adapter import LoadedAdapter
 from tasks.serving.vllm.lora_ops import use_single_adapter_products
@@ -85,8 +85,8 @@ class Colocated:
         self,
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
+        limits: Sequence[int],
         *,
-        limits: Sequence[int] | None = None,
         greedy: bool = False,
     ) -> list[Generated]:
         """Sample one response per prompt; repeat a prompt to get several responses.
@@ -96,17 +96,11 @@ class Colocated:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        how, limits = self.sampling, limits or [self.sampling.max_new_tokens] * len(prompts)
-        free = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
         params = [
             SamplingParams(
-                **({"temperature": 0.0} if greedy else {**free, "seed": seed}),
-                max_tokens=limit,
-                logprobs=0,
+                **self.sampling.options(seed, limit, greedy=greedy),
                 flat_logprobs=True,
                 detokenize=False,
-                ignore_eos=True,  # end tokens come from `sampling`, not from the model folder
-                stop_token_ids=list(how.ends),
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for seed, limit in zip(seeds, limits, strict=True)
@@ -213,24 +207,32 @@ def _accepted(version: int) -> Iterator[None]:
 
 
 def _start(how: Colocation, sampling: Sampling) -> Any:
-    gpu, make = on_gpu(), _engine_class()
-    options: dict[str, Any] = {
+    """Return a `vllm.LLM`; call it inside `undisturbed`."""
+    # vLLM reads some of these at import and some later.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = FLASHINFER_SAMPLER
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # between its own libraries
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine import core
+
+    # vLLM's own function destroys the default process group when an engine ends.
+    core.cleanup_dist_env_and_memory = gc.collect
+    gpu = on_gpu()
+    options = engine_options(how, sampling) | {
         "model": str(how.model),
         "skip_tokenizer_init": True,
         "language_model_only": True,  # of a vision-language model
-        "generation_config": "vllm",
-        "dtype": how.dtype,
-        "trust_remote_code": how.trust_remote_code,
         "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": how.tensor_parallel,
         "enforce_eager": not compiles(),
-        "max_model_len": how.max_model_len,
-        "max_num_seqs": how.max_num_seqs,
         "max_num_batched_tokens": max(2048, how.max_model_len),
         # vLLM 0.32 rewinds the generator of a half-read prompt, which fails with a CPU's generator
         # as soon as the prompts exceed one batch.
         "enable_chunked_prefill": gpu,
-        "logprobs_mode": sampling.logprobs_mode,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,
@@ -238,8 +240,6 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
     if gpu:
         options |= {"gpu_memory_utilization": how.gpu_memory, "enable_sleep_mode": True}
     else:
-        from vllm.engine.arg_utils import EngineArgs
-
         use_single_adapter_products()
         trust = how.trust_remote_code
         model = EngineArgs(str(how.model), trust_remote_code=trust).create_model_config()
@@ -250,15 +250,8 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
             # Unused here, but checked at start, when other ranks hold memory too.
             "gpu_memory_utilization": 0.01,
         }
-    if how.adapter_rank is None:
-        # A tied head would keep its old packed copy on a CPU when new weights come, so the head is
-        # untied and synced like every other tensor.
-        untied = {"tie_word_embeddings": False}
-        options |= {"load_format": "dummy", "hf_overrides": untied}
-    else:
-        rank = room_for_rank(how.adapter_rank)
-        options |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
-    return make(**options)
+    options |= {"load_format": "dummy"} if how.adapter_rank is None else {"max_cpu_loras": 1}
+    return LLM(**options)
 
 
 def _generated(output: Any) -> Generated:
@@ -267,24 +260,6 @@ def _generated(output: Any) -> Generated:
     ids = np.asarray(output.token_ids, dtype=np.int32)
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)[at]
     return Generated(ids, logprobs, output.finish_reason == "stop")
-
-
-def _engine_class() -> Any:
-    """Return `vllm.LLM`; make engines inside `undisturbed`."""
-    # vLLM reads some of these at import and some later.
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
-    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = FLASHINFER_SAMPLER
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # between its own libraries
-        from vllm import LLM
-        from vllm.v1.engine import core
-
-    # vLLM's own function destroys the default process group when an engine ends.
-    core.cleanup_dist_env_and_memory = gc.collect
-    return LLM
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from tasks.config.sections import Smoke
 from tasks.core.errors import ConfigError
@@ -20,6 +21,7 @@ from tasks.process.block_unused_imports import compiles
 from tasks.process.output import Log
 from tasks.serving import http_server
 from tasks.serving.http_server import HOST, NAME
+from tasks.serving.vllm.colocation import words
 from tasks.serving.vllm.job import STAGE, environment
 
 ALTERNATIVES = 100
@@ -78,19 +80,19 @@ def running(
     of output if the server ended or the time is over.
     """
     port, sharing = http_server.free_port(), settings.tensor_parallel
-    options = {
-        "--host": HOST,
-        "--port": str(port),
-        "--served-model-name": NAME,
-        "--dtype": dtype,
-        "--max-model-len": str(max_model_len),
-        "--max-num-batched-tokens": str(max(2048, max_model_len)),
-        "--max-num-seqs": str(AT_ONCE),
-        "--max-logprobs": str(ALTERNATIVES),
-        "--tensor-parallel-size": str(sharing),
-        "--uvicorn-log-level": "warning",
+    options: dict[str, Any] = {
+        "host": HOST,
+        "port": port,
+        "served_model_name": NAME,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": max(2048, max_model_len),
+        "max_num_seqs": AT_ONCE,
+        "max_logprobs": ALTERNATIVES,
+        "tensor_parallel_size": sharing,
+        "uvicorn_log_level": "warning",
     }
-    argv = [*serve_command(folder), *(word for option in options.items() for word in option)]
+    argv = [*serve_command(folder), *words(options)]
     env = environment(settings.kv_cache_gib, settings.threads, sharing=sharing)
     if not compiles():
         argv += ["--enforce-eager"]

@@ -68,9 +68,8 @@ def require_close(engine: Any, model: Any) -> float:
     import torch
 
     differences = []
-    for prompt, answer in zip(
-        PROMPTS, engine.generate(PROMPTS, range(4), [LENGTH] * 4), strict=True
-    ):
+    answers = engine.generate(PROMPTS, range(4), [LENGTH] * 4)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = torch.tensor([[*prompt, *answer.ids.tolist()]], device=model.device)
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

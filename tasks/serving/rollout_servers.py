@@ -79,7 +79,8 @@ class RemoteServer:
 
     def __post_init__(self) -> None:
         key = self.key or (os.environ.get(KEY_VARIABLE) or "").strip()
-        hide(key)
+        if key:
+            hide(key)
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},

@@ -47,12 +47,13 @@ def rollout(ask: Ask) -> None:
     from tasks.process.block_unused_imports import start_lean
 
     start_lean()
-    from tasks.serving.vllm.colocation import Colocation, Sampling
+    from tasks.config.online import Rollout
+    from tasks.serving.vllm.colocation import Colocation
     from tasks.serving.vllm.rollouts import Colocated
 
     prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_response_lengths()
-    how = Colocation(Path(ask.base), max_model_len=256, adapter_rank=RANK)
-    engine = Colocated(how, Sampling(ends=()))
+    lengths_of = Rollout(max_prompt_len=128, max_new_tokens=128)
+    engine = Colocated(Colocation(Path(ask.base), lengths_of, adapter_rank=RANK))
     engine.load_adapter(Path(ask.adapter), 1)
     seeds = list(range(len(prompts)))
     engine.generate(prompts, seeds, limits=lengths)
@@ -156,15 +157,13 @@ def adapter(ask: Ask) -> None:
 def weights(ask: Ask) -> None:
     """Sync the same policy to vLLM as merged weights, all of them, without the checks."""
     from tasks.rl.rollout.merged import merged_tensors
-    from tasks.serving.vllm.colocation import Colocation, Sampling
+    from tasks.serving.vllm.colocation import Colocation
     from tasks.serving.vllm.rollouts import Colocated
     from tasks.weights.model import model_facts
 
     engine, job, _, how = _policy(ask)
     facts = model_facts(job.base, job.settings.dtype)
-    longest = how.max_prompt_len + how.max_new_tokens
-    place = Colocation(job.base, max_model_len=longest, kv_cache_gib=how.kv_cache_gib)
-    vllm = Colocated(place, Sampling())
+    vllm = Colocated(Colocation(job.base, how))
     spent = []
     for version in range(1, ask.times + 2):
         began = time.perf_counter()

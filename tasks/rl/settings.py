@@ -14,7 +14,7 @@ from tasks.config import sections
 from tasks.config.sections import Rl as Loop
 from tasks.config.sections import Rollout, read_section
 from tasks.core.finding import Finding
-from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Sampling
+from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS
 from tasks.training.job import Settings
 
 __all__ = ["Loop", "Online", "Reward", "Rollout"]
@@ -67,7 +67,7 @@ def served_rank(settings: Settings) -> int:
 
 def unservable(settings: Settings, rollout: Rollout) -> Iterator[Finding]:
     """Yield every reason why vLLM cannot sample from this policy, whatever model and machine."""
-    if not Sampling(rollout.temperature, rollout.top_p, rollout.top_k).has_logprobs:
+    if rollout.temperature != 1 and (rollout.top_p < 1 or rollout.top_k > 0):
         yield Finding(
             "rollout.temperature",
             f"{rollout.temperature:g} with rollout.top_p={rollout.top_p:g} and "

@@ -1,8 +1,8 @@
 """Models outside of training: served by vLLM, and measured by transformers as the reference.
 
     VllmChild().run(jobs, settings, log=log, log_path=path)     vllm/job: smoke tests in a child
-    Colocated(how, sampling).generate(prompts, seeds)           vllm/rollouts: inside a rank
-    Fleet(how, sampling, servers).generate(bodies, version)     rollout_servers: over HTTP
+    Colocated(how).generate(prompts, seeds, limits)             vllm/rollouts: inside a rank
+    Fleet(how, servers).generate(bodies, version)               rollout_servers: over HTTP
     load_model(folder, adapter=...)                             reference/load: in transformers
     fingerprint(model, like)                                    reference/measure
     mlflow.pyfunc.load_model("models:/name@candidate")          registered_model

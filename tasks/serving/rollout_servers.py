@@ -1,6 +1,6 @@
 """vLLM servers of `rollout=server`: policies and prompts in, token ids and log-probabilities out.
 
-    fleet = Fleet(how, sampling, [RemoteServer(url)])      servers elsewhere, and
+    fleet = Fleet(how, [RemoteServer(url)])                servers elsewhere, and
     fleet.start(2, logs, ...)                              those that this run starts here
     fleet.each(lambda server: server.load_adapter(...))    a new policy, on every server
     fleet.generate(bodies, version=3)                      by all servers together
@@ -40,8 +40,6 @@ from tasks.serving.vllm.colocation import (
     KEY_VARIABLE,
     Colocation,
     Generated,
-    Sampling,
-    engine_options,
     words,
 )
 from tasks.serving.vllm.job import environment
@@ -210,11 +208,11 @@ class RemoteServer:
 
 
 def request_body(
-    prompt: Sequence[int], sampling: Sampling, seed: int, *, limit: int, greedy: bool = False
+    prompt: Sequence[int], how: Colocation, seed: int, *, limit: int, greedy: bool = False
 ) -> dict[str, Any]:
     """Return the request for one response, without the name of the model."""
     ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-    options = sampling.options(seed, limit, greedy=greedy)
+    options = how.request(seed, limit, greedy=greedy)
     return {"prompt": list(map(int, prompt)), **options, **ids}
 
 
@@ -252,8 +250,7 @@ def generated(answer: Mapping[str, Any], body: Mapping[str, Any], version: int) 
 class Fleet:
     """The rollout servers of a run."""
 
-    how: Colocation  # settings of a server
-    sampling: Sampling  # sampling parameters of responses
+    how: Colocation  # settings of a server and its requests
     servers: list[RemoteServer] = field(default_factory=list)  # lost ones, too
     started: list[Server] = field(default_factory=list)  # those that this run has started
 
@@ -266,7 +263,7 @@ class Fleet:
         the CPU cores without the `busy` ones, on which ranks train while servers generate. Raises
         TrainingError with the last lines of a server that has ended or is not ready in time.
         """
-        until, size = time.monotonic() + self.how.timeout_s, self.how.tensor_parallel
+        until, size = time.monotonic() + self.how.timeout_s, self.how.rollout.tensor_parallel
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         names = visible or list(map(str, range(gpus)))
         cores = max(1, len(os.sched_getaffinity(0)) - busy)
@@ -290,7 +287,7 @@ class Fleet:
     def _start(self, gpus: Sequence[str], threads: int, log_path: Path) -> None:
         """Start a server on these GPUs, or with CPU threads."""
         how, port, key = self.how, free_port(), secrets.token_hex(16)
-        options = engine_options(how, self.sampling) | {
+        options = how.options() | {
             "host": HOST,
             "port": port,
             "served_model_name": NAME,
@@ -302,10 +299,10 @@ class Fleet:
         if gpus:
             del env["OMP_NUM_THREADS"]
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-            options["gpu_memory_utilization"] = how.gpu_memory
+            options["gpu_memory_utilization"] = how.rollout.gpu_memory
         else:
             options |= {
-                "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
+                "kv_cache_memory_bytes": int(how.rollout.kv_cache_gib * 2**30),
                 "gpu_memory_utilization": 0.01,
                 # vLLM 0.32 rewinds the generator of a half-read prompt, which a CPU's cannot do.
                 "no_enable_chunked_prefill": True,
@@ -374,7 +371,7 @@ class Fleet:
             if not present:
                 raise self._none_left()
             # Each takes turns, so that few requests are spread over all servers.
-            workers = present * min(self.how.max_num_seqs, len(queue))
+            workers = present * min(self.how.rollout.max_num_seqs, len(queue))
             with ThreadPoolExecutor(max(1, len(workers))) as pool:
                 list(pool.map(work, workers))
         return [answers[number] for number in range(len(bodies))]
@@ -415,7 +412,7 @@ class Fleet:
     def _command(self) -> str:
         """The command line that starts a server for this run on another machine."""
         argv = ["vllm", "serve", str(self.how.model), "--host", "0.0.0.0", "--port", "8000"]
-        argv += words(engine_options(self.how, self.sampling))
+        argv += words(self.how.options())
         return f"a server for this run: {switch(self.how)}=1 {shlex.join(argv)}"
 
     def _none_left(self) -> TrainingError:

@@ -53,14 +53,14 @@ def policy_of(setting: Setting, folder: Path, **peft: Any) -> Any:
 
 def started(folder: Path, *, adapter_rank: int | None) -> Any:
     """Start the engine as training does."""
-    from tasks.serving.vllm.colocation import Colocation, Sampling
+    from tasks.config.online import Rollout
+    from tasks.serving.vllm.colocation import Colocation
     from tasks.serving.vllm.rollouts import Colocated
 
-    how = Colocation(
-        folder, max_model_len=128, max_num_seqs=64, kv_cache_gib=0.1, gpu_memory=0.4,
-        adapter_rank=adapter_rank,
+    rollout = Rollout(
+        max_prompt_len=64, max_new_tokens=64, max_num_seqs=64, kv_cache_gib=0.1, gpu_memory=0.4,
     )  # fmt: skip
-    return Colocated(how, Sampling())
+    return Colocated(Colocation(folder, rollout, adapter_rank=adapter_rank))
 
 
 def require_close(engine: Any, model: Any) -> float:

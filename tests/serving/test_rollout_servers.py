@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ import pytest
 from tasks.core.errors import ArtifactError, PlumblineError, TrainingError
 from tasks.serving import rollout_servers
 from tasks.serving.rollout_servers import Fleet, RefusedError, RemoteServer, request_body
-from tasks.serving.vllm.colocation import Colocation, Sampling
+from tasks.serving.vllm.colocation import Colocation
 from tests.answering import Reply, answering
+from tests.settings import Rollout
 
-SAMPLING = Sampling(temperature=0.7, ends=(9,))
+HOW = Colocation(Path(), Rollout(temperature=0.7, max_num_seqs=4), (9,), timeout_s=20.0)
 React = Callable[[int, dict[str, Any]], tuple[int, Any] | None]
 
 
@@ -73,14 +74,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeVllm]]:
 
 
 def fleet_of(*fakes: FakeVllm, timeout_s: float = 20.0) -> Fleet:
-    how = Colocation(Path(), max_num_seqs=4, timeout_s=timeout_s)
     servers = [RemoteServer(fake.asked.url, base="model", model="policy-v3") for fake in fakes]
-    return Fleet(how, SAMPLING, servers)
+    return Fleet(replace(HOW, timeout_s=timeout_s), servers)
 
 
 def sample(fleet: Fleet, responses: int) -> None:
     """Sample, and assert that each response is that of its request."""
-    bodies = [request_body([n, 7], SAMPLING, 1000 + n, limit=4) for n in range(responses)]
+    bodies = [request_body([n, 7], HOW, 1000 + n, limit=4) for n in range(responses)]
     made = fleet.generate(bodies, 3)
     assert len(made) == responses
     for number, response in enumerate(made):

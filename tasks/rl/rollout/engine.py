@@ -9,7 +9,7 @@ from tasks.rl.responses import Request
 from tasks.rl.rollout.policy import Policy
 from tasks.rl.rollout.proof import Numbers, SyncProof
 from tasks.rl.settings import Online, Rollout, served_rank
-from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
+from tasks.serving.vllm.colocation import Colocation, Generated
 from tasks.serving.vllm.job import time_limit
 
 
@@ -32,18 +32,14 @@ class Engine(ABC):
         self.policy, self.ranks, self.rollout = policy, policy.ranks, rollout
         self.version = 0  # of the policy that the engine samples from; 0: none
         self.how = Colocation(
-            model=policy.job.rollout_base or policy.job.base,  # dequantised for a QLoRA policy
+            policy.job.rollout_base or policy.job.base,  # dequantised for a QLoRA policy
+            rollout,
+            ends,
             dtype=settings.dtype,
-            max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
-            max_num_seqs=rollout.max_num_seqs,
-            tensor_parallel=rollout.tensor_parallel,
-            kv_cache_gib=rollout.kv_cache_gib,
-            gpu_memory=rollout.gpu_memory,
             adapter_rank=served_rank(settings) if policy.as_adapter else None,
             trust_remote_code=settings.trust_remote_code,
             timeout_s=rollout.timeout_s or time_limit([policy.job.base]),
         )
-        self.sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, ends)
         self.proof = SyncProof.of(
             probes,
             limit=Online.of(settings.online).loop.mismatch_limit,

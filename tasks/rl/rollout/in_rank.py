@@ -34,7 +34,7 @@ class VllmEngine(Engine):
         super().__init__(*args, **how)
         more_memory = "rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU"
         with self._explained("does not start", f"more memory: {more_memory}"):
-            self._engine = Colocated(self.how, self.sampling)
+            self._engine = Colocated(self.how)
         self.reserved: dict[str, int] = {}  # bytes on a GPU, for `Ranks.peak_memory`
 
     def sync_weights(self) -> int:
@@ -54,7 +54,7 @@ class VllmEngine(Engine):
 
     def generate(self, requests: Sequence[Request], *, greedy: bool = False) -> list[Generated]:
         self.policy.require_current(self.version)
-        size, rank = self.how.tensor_parallel, self.ranks.rank
+        size, rank = self.rollout.tensor_parallel, self.ranks.rank
         by_rank = [list(requests)]
         if size > 1:  # ranks that share an engine submit the requests of all of them
             first = rank // size * size

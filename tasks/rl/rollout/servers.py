@@ -40,7 +40,7 @@ class ServerEngine(Engine):
         super().__init__(*args, **how)
         urls = self.rollout.urls if self.ranks.first else ()
         servers = [RemoteServer(url.rstrip("/")) for url in urls]
-        self._fleet = Fleet(self.how, self.sampling, servers)
+        self._fleet = Fleet(self.how, servers)
         self._name = f"plumbline-{uuid.uuid4().hex[:8]}"
         # Requests that are sampled in the background; the responses to come, on rank 0.
         self._ahead: tuple[Everyone, Future[list[Generated]] | None] | None = None
@@ -88,7 +88,7 @@ class ServerEngine(Engine):
         self, prompts: Sequence[Sequence[int]], limit: int, seed: int
     ) -> dict[str, list[Generated]]:
         bodies = [
-            request_body(prompt, self.sampling, seed + n, limit=limit)
+            request_body(prompt, self.how, seed + n, limit=limit)
             for n, prompt in enumerate(prompts)
         ]
         return self.ranks.on_first(
@@ -145,7 +145,7 @@ class ServerEngine(Engine):
         bodies = [
             request_body(
                 request.ids.tolist(),
-                self.sampling,
+                self.how,
                 request.sampling_seed,
                 limit=self._limit(request),
                 greedy=greedy,

@@ -1,4 +1,4 @@
-"""Settings and results of an engine inside a training rank. Imports neither torch nor vLLM."""
+"""Settings and results of an engine for rollouts. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tasks.config.online import Rollout
 
 KEY_VARIABLE = "PLUMBLINE_API_KEY"
 """Variable with the API key of model servers. Keys of other services are never sent."""
@@ -22,38 +25,55 @@ RANKS_OF_ADAPTERS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of responses."""
+class Colocation:
+    """Settings of a vLLM engine for rollouts, inside a training rank or in a server."""
 
-    temperature: float = 1.0  # > 0
-    top_p: float = 1.0  # sample among the most likely tokens with this total probability; 1: all
-    top_k: int = 0  # sample among this many most likely tokens; 0: all
+    model: Path  # folder of the model that the engine starts with
+    rollout: Rollout  # section `rollout`
     ends: tuple[int, ...] = ()  # ids of end tokens
+    dtype: str = "bfloat16"  # torch name
+    # largest rank of the adapters to sync; None: full weights are synced, and `model` is loaded
+    # without weights
+    adapter_rank: int | None = None
+    trust_remote_code: bool = False  # as in transformers
+    timeout_s: float = 900.0  # per call of `generate`
 
     @property
-    def cut(self) -> bool:
-        """True if unlikely tokens are cut off by top-p or top-k."""
-        return self.top_p < 1 or self.top_k > 0
+    def max_model_len(self) -> int:
+        """Maximum tokens of prompt and response together."""
+        return self.rollout.max_prompt_len + self.rollout.max_new_tokens
 
-    @property
-    def has_logprobs(self) -> bool:
-        """True if vLLM reports log-probabilities at the temperature and before the cut."""
-        return not self.cut or self.temperature == 1
+    def options(self) -> dict[str, Any]:
+        """Return the options that rollouts need, by the names of `vllm.LLM`, wherever it runs."""
+        rollout = self.rollout
+        cut = rollout.top_p < 1 or rollout.top_k > 0  # then the temperature is 1
+        options: dict[str, Any] = {
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": rollout.max_num_seqs,
+            "tensor_parallel_size": rollout.tensor_parallel,
+            # log-probabilities at the temperature, and before top-p and top-k
+            "logprobs_mode": "raw_logprobs" if cut else "processed_logprobs",
+            "generation_config": "vllm",
+        }
+        if self.trust_remote_code:
+            options["trust_remote_code"] = True
+        if self.adapter_rank is None:
+            # A tied head would keep its old packed copy on a CPU when new weights come, so the head
+            # is untied and synced like every other tensor.
+            return options | {"hf_overrides": {"tie_word_embeddings": False}}
+        rank = room_for_rank(self.adapter_rank)
+        return options | {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
-    @property
-    def logprobs_mode(self) -> str:
-        """vLLM's name for those log-probabilities."""
-        return "raw_logprobs" if self.cut else "processed_logprobs"
-
-    def options(self, seed: int, limit: int, *, greedy: bool = False) -> dict[str, Any]:
+    def request(self, seed: int, limit: int, *, greedy: bool = False) -> dict[str, Any]:
         """Return the options of a request, by vLLM's names in Python and over HTTP.
 
         Each that changes sampling is set: a server takes others from the model's folder.
         """
-        how: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+        rollout, how = self.rollout, dict[str, Any](temperature=0.0, top_p=1.0, top_k=0)
         if not greedy:
-            how = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-            how["seed"] = seed
+            how = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+            how |= {"top_k": rollout.top_k, "seed": seed}
         return how | {
             "max_tokens": limit,
             "min_p": 0.0,
@@ -64,24 +84,6 @@ class Sampling:
             "ignore_eos": True,  # end tokens come from `ends`, not from the model folder
             "stop_token_ids": list(self.ends),
         }
-
-
-@dataclass(frozen=True)
-class Colocation:
-    """Settings of an engine inside a training rank."""
-
-    model: Path  # folder of the model that the engine starts with
-    dtype: str = "bfloat16"  # torch name
-    max_model_len: int = 320  # maximum tokens of prompt and response together
-    max_num_seqs: int = 256  # responses sampled at once
-    tensor_parallel: int = 1  # number of ranks that share one engine
-    kv_cache_gib: float = 1.0  # size of the KV cache on a CPU
-    gpu_memory: float = 0.5  # share of a GPU's memory
-    # largest rank of the adapters to sync; None: full weights are synced, and `model` is loaded
-    # without weights
-    adapter_rank: int | None = None
-    trust_remote_code: bool = False  # as in transformers
-    timeout_s: float = 900.0  # per call of `generate`
 
 
 @dataclass(frozen=True)
@@ -101,26 +103,6 @@ def room_for_rank(rank: int) -> int:
         if rank <= size:
             return size
     raise ConfigError(f"peft.rank={rank}: vLLM serves adapters up to rank {RANKS_OF_ADAPTERS[-1]}")
-
-
-def engine_options(how: Colocation, sampling: Sampling) -> dict[str, Any]:
-    """Return the options that rollouts need, by the names of `vllm.LLM`, wherever vLLM runs."""
-    options: dict[str, Any] = {
-        "dtype": how.dtype,
-        "max_model_len": how.max_model_len,
-        "max_num_seqs": how.max_num_seqs,
-        "tensor_parallel_size": how.tensor_parallel,
-        "logprobs_mode": sampling.logprobs_mode,
-        "generation_config": "vllm",
-    }
-    if how.trust_remote_code:
-        options["trust_remote_code"] = True
-    if how.adapter_rank is None:
-        # A tied head would keep its old packed copy on a CPU when new weights come, so the head is
-        # untied and synced like every other tensor.
-        return options | {"hf_overrides": {"tie_word_embeddings": False}}
-    rank = room_for_rank(how.adapter_rank)
-    return options | {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
 def words(options: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, TrainingError
 from tasks.process.block_unused_imports import compiles, on_gpu
-from tasks.serving.vllm.colocation import Colocation, Generated, Sampling, engine_options
+from tasks.serving.vllm.colocation import Colocation, Generated
 from tasks.serving.vllm.job import FLASHINFER_SAMPLER
 from tasks.serving.vllm.loaded_adapter import LoadedAdapter
 from tasks.serving.vllm.lora_ops import use_single_adapter_products
@@ -41,14 +41,14 @@ WEIGHTS, CACHE = "weights", "kv_cache"
 class Colocated:
     """A vLLM engine inside a training rank."""
 
-    def __init__(self, how: Colocation, sampling: Sampling) -> None:
+    def __init__(self, how: Colocation) -> None:
         """Start the engine. Raises ConfigError, or vLLM's own errors."""
-        self.how, self.sampling = how, sampling
+        self.how = how
         # Bytes of the GPU that torch had reserved when the engine went to sleep, and those of them
         # that it gave back then, which torch still counts.
         self.awake = self.slept = 0
         with undisturbed():
-            self._llm = _start(how, sampling)
+            self._llm = _start(how)
         self._adapter: Any = None
         self._asleep: list[str] = []
         self._loaded: Any = LoadedAdapter(self._llm)
@@ -98,7 +98,7 @@ class Colocated:
 
         params = [
             SamplingParams(
-                **self.sampling.options(seed, limit, greedy=greedy),
+                **self.how.request(seed, limit, greedy=greedy),
                 flat_logprobs=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -206,7 +206,7 @@ def _accepted(version: int) -> Iterator[None]:
         raise ArtifactError(f"vLLM refuses version {version} of the policy: {reason}") from error
 
 
-def _start(how: Colocation, sampling: Sampling) -> Any:
+def _start(how: Colocation) -> Any:
     """Return a `vllm.LLM`; call it inside `undisturbed`."""
     # vLLM reads some of these at import and some later.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -223,7 +223,7 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
     # vLLM's own function destroys the default process group when an engine ends.
     core.cleanup_dist_env_and_memory = gc.collect
     gpu = on_gpu()
-    options = engine_options(how, sampling) | {
+    options = how.options() | {
         "model": str(how.model),
         "skip_tokenizer_init": True,
         "language_model_only": True,  # of a vision-language model
@@ -238,7 +238,7 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
         "seed": 0,
     }
     if gpu:
-        options |= {"gpu_memory_utilization": how.gpu_memory, "enable_sleep_mode": True}
+        options |= {"gpu_memory_utilization": how.rollout.gpu_memory, "enable_sleep_mode": True}
     else:
         use_single_adapter_products()
         trust = how.trust_remote_code
@@ -246,7 +246,7 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
         options |= {
             # vLLM caches a recurrent state only between chunks.
             "enable_prefix_caching": not (model.is_hybrid or model.is_attention_free),
-            "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
+            "kv_cache_memory_bytes": int(how.rollout.kv_cache_gib * 2**30),
             # Unused here, but checked at start, when other ranks hold memory too.
             "gpu_memory_utilization": 0.01,
         }

@@ -29,11 +29,12 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ConfigError
 from tasks.rl.metrics import Clock
-from tasks.rl.prompts import render, request_seed
+from tasks.rl.prompts import request_seed
 from tasks.rl.responses import Prompt, Request, Response, Turn
 from tasks.rl.rewards import describe, error_details, is_finite_number, shortened
 from tasks.rl.rollout.engine import Engine
 from tasks.rl.user_code import Place, UserCode
+from tasks.serving.prompts import chat
 from tasks.serving.vllm.colocation import Generated
 from tasks.training.engine.deepspeed_engine import Ranks
 
@@ -132,7 +133,14 @@ class ObservationTokens:
         """Render the prompt, then responses and observations in turn, and a generation prompt."""
         roles = ("assistant", self.role) * len(turns)
         more = [{"role": r, "content": turn} for r, turn in zip(roles, turns, strict=False)]
-        return render({**prompt.row, "messages": [*prompt.messages, *more]}, self.tokenizer)
+        question = chat([*prompt.messages, *more], prompt.row)
+        text: str = self.tokenizer.apply_chat_template(
+            question["messages"],
+            tools=question.get("tools"),
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        return text
 
     def _refused(self, reason: str) -> ConfigError:
         other = "tool" if self.role == "user" else "user"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import DataError
 from tasks.rl.responses import Prompt
-from tasks.serving.prompts import question_of
+from tasks.serving.prompts import question_of, render_one
 
 if TYPE_CHECKING:
     from tasks.training.engine.deepspeed_engine import Ranks
@@ -57,26 +57,13 @@ def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tup
 
 
 def _tokenised(row: Mapping[str, Any], tokenizer: Any, limit: int) -> tuple[NDArray[np.int32], str]:
-    """Return the token ids of a row's prompt, and its problem or ""."""
+    """Return the token ids of a row's prompt as a server renders it, and its problem or ""."""
     try:
-        text = render(row, tokenizer)
+        ids = np.asarray(render_one(tokenizer, question_of(row)), np.int32)
     except (TemplateError, KeyError) as error:
         return np.zeros(0, np.int32), f"{row['id']}: the chat template rejects it: {error}"
-    ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     long = f"{row['id']}: {len(ids)} tokens, more than rollout.max_prompt_len={limit}"
     return ids, long if len(ids) > limit else ""
-
-
-def render(row: Mapping[str, Any], tokenizer: Any) -> str:
-    """Return the prompt as a server renders it: no reference answer, with the generation prompt."""
-    question = question_of(row)
-    text: str = tokenizer.apply_chat_template(
-        question["messages"],
-        tools=question.get("tools"),
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-    return text
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     VllmChild().run(jobs, settings, log=log, log_path=path)     vllm/job: smoke tests in a child
     Colocated(how).generate(prompts, seeds, limits)             vllm/rollouts: inside a rank
     Fleet(how, servers).generate(bodies, version)               rollout_servers: over HTTP
-    load_model(folder, adapter=...)                             reference/load: in transformers
+    load_model(ModelRef(folder, adapter=...))                   reference/load: in transformers
     fingerprint(model, like)                                    reference/measure
     mlflow.pyfunc.load_model("models:/name@candidate")          registered_model
 

@@ -18,6 +18,7 @@ from flows.cli.config import compose_config
 from flows.delivery.run_delivery import direct, plan
 from tasks.audit.run import audit
 from tasks.serving.reference.load import load_model
+from tasks.serving.reference.requests import ModelRef
 from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
 from tests.delivery.making import Tensors, differing, merged_by_peft, with_rows
@@ -130,8 +131,8 @@ def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, b
 
     weighted = dict(zip((adapter, second), WEIGHTS, strict=True))
     named = {str(folder): weight for folder, weight in weighted.items()}
-    model = load_model(base, weighted=named, dtype="float32")
-    merged, plain = (load_model(base, dtype="float32") for _ in range(2))
+    model = load_model(ModelRef(base, weighted=named, dtype="float32"))
+    merged, plain = (load_model(ModelRef(base, dtype="float32")) for _ in range(2))
     merged.load_state_dict({k: v.float() for k, v in _merged(base, weighted).items()})
     ids = torch.tensor([PROBES[0]])
     with torch.no_grad():

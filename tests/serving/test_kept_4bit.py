@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tasks.serving.reference.load import load_model
+from tasks.serving.reference.requests import ModelRef
 
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
 
@@ -40,7 +41,7 @@ def test_an_evaluation_changes_no_weight_and_stops_no_gradient(
     import torch
 
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)  # it repacks
-    model = load_model(served, quantization=NF4)
+    model = load_model(ModelRef(served, quantization=NF4))
     before, stored = values(model), {k: v.clone() for k, v in model.state_dict().items()}
     logits = evaluate(model)
     assert [n for n, now in values(model).items() if not torch.equal(now, before[n])] == []

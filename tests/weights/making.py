@@ -112,7 +112,7 @@ def make_base(root: Path, family: str, *, seed: int = 0, max_shard_size: str = "
 
 def trained_model(base: Path, spread: Spread, seed: int) -> Any:
     """Return a model as after training, with changed weights."""
-    model = load_model(base, quantization=spread.quantization)
+    model = load_model(ModelRef(base, quantization=spread.quantization))
     generator = torch.Generator().manual_seed(seed)
     if not spread.full:
         from peft import LoraConfig, get_peft_model

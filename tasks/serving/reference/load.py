@@ -26,21 +26,17 @@ FILLED = 0.8
 """Share of a GPU's free memory that a model may fill: logits and activations need the rest."""
 
 
-def load_model(
-    path: Path,
-    *,
-    adapter: Path | None = None,
-    weighted: Mapping[str, float] | None = None,
-    **how: Any,
-) -> Any:
-    """Load a causal language model in eval mode; `how` are options of `from_folder`.
+def load_model(model: ModelRef, *, as_stored: bool = False) -> Any:
+    """Load a causal language model in eval mode, its adapters unmerged in their stored dtype.
 
-    `path` is the base if there is an adapter, a PEFT folder that is loaded unmerged in its stored
-    dtype; `weighted` has several adapters instead, the weight of each one's change by folder.
+    `as_stored` is that of `from_folder`.
     """
-    model = from_folder(None, path, **how)
-    weighted = weighted or ({str(adapter): 1.0} if adapter is not None else {})
-    return with_adapters(model, weighted).eval() if weighted else model.eval()
+    loaded = from_folder(None, model.path, as_stored=as_stored, **options(model))
+    weighted = model.weighted or ({} if model.adapter is None else {str(model.adapter): 1.0})
+    loaded = (with_adapters(loaded, weighted) if weighted else loaded).eval()
+    if model.float32:
+        widen(loaded)
+    return loaded
 
 
 def from_folder(

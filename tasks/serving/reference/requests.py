@@ -192,15 +192,6 @@ def _ids(model: Any, tokens: Sequence[int]) -> Any:
 
 def load(model: ModelRef, *, as_stored: bool = False) -> Any:
     """Load a model; see `load_model`."""
-    from tasks.serving.reference.load import load_model, options, widen
+    from tasks.serving.reference.load import load_model
 
-    loaded = load_model(
-        model.path,
-        adapter=model.adapter,
-        weighted=model.weighted,
-        as_stored=as_stored,
-        **options(model),
-    )
-    if model.float32:
-        widen(loaded)
-    return loaded
+    return load_model(model, as_stored=as_stored)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.pipeline.artifact import Artifact
 from tasks.serving.reference.load import load_model
+from tasks.serving.reference.requests import ModelRef
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.model import model_facts
 from tasks.weights.plan import Op, Plan
@@ -120,7 +121,7 @@ def test_each_number_times_its_scale(tmp_path: Path, plain: Path, kind: str) -> 
     tensors = read_base(tmp_path / "fp8")
     assert any(info.dtype == "F32" for info in tensors.values())
     assert same(decoded, {k: v.to(decoded[k].dtype) for k, v in exact.items()}) == []
-    model = load_model(tmp_path / "fp8").state_dict()
+    model = load_model(ModelRef(tmp_path / "fp8")).state_dict()
     common = [key for key in exact if key in model]
     assert len(common) > 10
     assert same({k: model[k] for k in common}, {k: exact[k].bfloat16() for k in common}) == []

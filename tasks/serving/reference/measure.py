@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tasks.core.errors import DriftError
 from tasks.core.machine import measured_on
@@ -61,72 +62,59 @@ def other_sums(model: Any) -> Iterator[None]:
         model.set_attn_implementation(name)
 
 
-@torch.no_grad()
 def fingerprint(model: Any, reference: Fingerprint, copies: int = 1) -> Fingerprint:
     """Score the reference's probes at the reference's token ids; `copies` of each in a batch."""
-    logprobs, top1, steps = [], [], []
-    start = 0
-    for probe in reference.probes:
-        logits = _logits(model, probe, copies)
-        ids = torch.from_numpy(reference.ids[start : start + len(probe) - 1].astype(np.int64))
-        if int(ids.max()) >= logits.shape[-1]:
-            raise DriftError(
-                f"the model knows {logits.shape[-1]} tokens, the reference scores "
-                f"token {int(ids.max())}: the vocabulary shrank"
-            )
-        at_ids = torch.log_softmax(logits, dim=-1).gather(1, ids.to(logits.device))
-        logprobs.append(at_ids.cpu().numpy())
-        top1.append(logits.argmax(dim=-1).cpu().numpy())
-        steps.append(largest_steps(logits.cpu().numpy()))
-        start += len(probe) - 1
-    return Fingerprint(
-        probes=reference.probes,
-        ids=reference.ids,
-        logprobs=np.concatenate(logprobs).astype(np.float32),
-        top1=np.concatenate(top1).astype(np.int32),
-        engine="transformers",
-        steps=np.concatenate(steps),
-        **_facts(model),
-    )
+    ends = np.cumsum([len(probe) - 1 for probe in reference.probes])[:-1]
+    return _measured(model, reference.probes, np.split(reference.ids, ends), copies)
 
 
-def _logits(model: Any, probe: Sequence[int], copies: int = 1) -> torch.Tensor:
-    """Return the logits of all positions but the last, (T-1, V) float32, of the first copy."""
-    ids = torch.tensor([list(probe)] * copies, device=input_device(model))
-    out = model(ids).logits
-    logits: torch.Tensor = out[0, :-1].float()
-    return logits
-
-
-def _dtype(model: Any) -> str:
-    return str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")
-
-
-def _facts(model: Any) -> dict[str, Any]:
-    """Return the fields of a fingerprint that do not depend on the probes."""
-    config = model.config.get_text_config()
-    return {
-        "measured_on": measured_on(input_device(model), model.config._attn_implementation),
-        "dtype": _dtype(model),
-        "routed": any((getattr(config, name, 0) or 0) > 1 for name in EXPERTS),
-    }
-
-
-@torch.no_grad()
 def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
     """Return the fingerprint of a model at its own most likely token ids.
 
     For a model that our training did not measure.
     """
-    logits = [_logits(model, probe).cpu() for probe in probes]
-    logprobs = torch.log_softmax(torch.cat(logits), dim=-1)
-    ids = logprobs.topk(min(TOP_K, logprobs.shape[-1]), dim=-1).indices
+    return _measured(model, probes, [None] * len(probes))
+
+
+@torch.no_grad()
+def _measured(
+    model: Any,
+    probes: Sequence[Sequence[int]],
+    wanted: Sequence[NDArray[np.int32] | None],
+    copies: int = 1,
+) -> Fingerprint:
+    """Return a fingerprint at the wanted ids of each probe, (T-1, K); None: the most likely."""
+    rows, logprobs, top1, steps = [], [], [], []
+    for probe, at in zip(probes, wanted, strict=True):
+        batch = torch.tensor([list(probe)] * copies, device=input_device(model))
+        logits = model(batch).logits[0, :-1].float()
+        known, scores = logits.shape[-1], torch.log_softmax(logits, dim=-1)
+        if at is None:
+            ids = scores.topk(min(TOP_K, known), dim=-1).indices
+        elif int(at.max()) >= known:
+            raise DriftError(
+                f"the model knows {known} tokens, the reference scores token {at.max()}: the "
+                "vocabulary shrank"
+            )
+        else:
+            ids = torch.from_numpy(at.astype(np.int64)).to(logits.device)
+        rows.append(ids.to(torch.int32).cpu().numpy())
+        logprobs.append(scores.gather(1, ids).cpu().numpy())
+        top1.append(logits.argmax(dim=-1).to(torch.int32).cpu().numpy())
+        steps.append(largest_steps(logits.cpu().numpy()))
+    config = model.config.get_text_config()
     return Fingerprint(
-        probes=tuple(tuple(probe) for probe in probes),
-        ids=ids.to(torch.int32).numpy(),
-        logprobs=logprobs.gather(1, ids).numpy(),
-        top1=logprobs.argmax(dim=-1).to(torch.int32).numpy(),
+        probes=tuple(map(tuple, probes)),
+        ids=np.concatenate(rows),
+        logprobs=np.concatenate(logprobs),
+        top1=np.concatenate(top1),
         engine="transformers",
-        steps=np.concatenate([largest_steps(rows.numpy()) for rows in logits]),
-        **_facts(model),
+        steps=np.concatenate(steps),
+        measured_on=measured_on(input_device(model), model.config._attn_implementation),
+        dtype=_dtype(model),
+        routed=any((getattr(config, name, 0) or 0) > 1 for name in EXPERTS),
     )
+
+
+def _dtype(model: Any) -> str:
+    return str(model.get_input_embeddings().weight.dtype).removeprefix("torch.")

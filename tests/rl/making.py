@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from tasks.rl.environment import EnvironmentProcess, Episodes, ObservationTokens
 from tasks.rl.metrics import Clock
@@ -30,6 +31,11 @@ KL: dict[str, Callable[[float], float]] = {
     "k3": lambda d: math.exp(-d) - 1 + d,
 }
 """Estimators of the KL from the difference of the log-probabilities of a token."""
+
+
+def drawn(count: int, seed: int) -> torch.Tensor:
+    """Return normal random numbers, (count,) float64."""
+    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def prompt_of(text: str, tokenizer: Any = TOKENIZER, **columns: Any) -> Prompt:

@@ -16,7 +16,7 @@ from tasks.core.errors import ConfigError
 from tasks.rl import advantages
 from tasks.rl.algorithms import ALGORITHMS, algorithm
 from tasks.rl.experience import Experience
-from tests.rl.making import KL
+from tests.rl.making import KL, drawn
 from tests.settings import Loop
 
 IN_GROUPS = (advantages.group_centered, advantages.group_normalized, advantages.leave_one_out)
@@ -25,10 +25,6 @@ few = settings(max_examples=25, deadline=None)
 
 def doubles(values: Sequence[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def drawn(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 @few

@@ -125,25 +125,19 @@ def test_policies_that_vllm_cannot_serve_are_refused() -> None:
     assert [room_for_rank(rank) for rank in (1, 9, 300)] == [8, 16, 320]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_values_equal_those_of_the_loaded_layers(tmp_path: Path) -> None:
     import transformers
-
-    path = tmp_path_factory.mktemp("plain")
-    # Rows are whole blocks of 64: of others bitsandbytes' own kernel for CPUs takes wrong scales.
-    torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(tiny("Qwen2", hidden_size=64, intermediate_size=128))
-    model.to(torch.bfloat16).save_pretrained(path)
-    return path
-
-
-def test_values_equal_those_of_the_loaded_layers(base: Path, tmp_path: Path) -> None:
     from bitsandbytes.functional import dequantize_4bit
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+    base, folder = tmp_path / "base", tmp_path / "dequantised"
+    folder.mkdir()
+    # Rows are whole blocks of 64: of others bitsandbytes' own kernel for CPUs takes wrong scales.
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(tiny("Qwen2", hidden_size=64, intermediate_size=128))
+    model.to(torch.bfloat16).save_pretrained(base)
     quantization = Peft(kind="qlora").quantization("bfloat16")
     assert quantization is not None
-    folder = tmp_path
     write_rollout_base(folder, base, quantization, dtype="bfloat16", perform=perform)
     tensors = load_file(folder / "model.safetensors")
     how = BitsAndBytesConfig(

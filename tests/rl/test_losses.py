@@ -18,7 +18,7 @@ from tasks.rl.loop import adapted
 from tasks.rl.losses import Totals, policy_loss, value_loss
 from tasks.rl.measure import has_grown, mismatch
 from tasks.training.losses import Loss
-from tests.rl.making import KL
+from tests.rl.making import KL, drawn
 from tests.settings import Loop
 
 LENGTHS = [5, 1, 8, 3, 6]
@@ -62,10 +62,6 @@ CASES = {
 }
 
 
-def drawn(count: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def data(lengths: Sequence[int] = LENGTHS) -> tuple[torch.Tensor, Experience, torch.Tensor]:
     """Log-probabilities, the row, entropies; the tokens of a response have equal advantages."""
     count, sizes = sum(lengths), torch.tensor(lengths)
@@ -107,9 +103,6 @@ def test_rows_add_up_and_masked_responses_count_in_no_mean(case: str) -> None:
     assert masked == pytest.approx(part([0, 2, 3], totals), rel=1e-12)
 
 
-OF_VALUES = Totals(tokens=12, sequences=3, max_new_tokens=8)
-
-
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_the_value_loss_equals_its_formula(clip: float | None) -> None:
     values, old, returns = (drawn(7, seed) for seed in (0, 1, 2))
@@ -121,7 +114,7 @@ def test_the_value_loss_equals_its_formula(clip: float | None) -> None:
         decided += clipped > plain
     _, experience, _ = data([7])
     responses = replace(experience, values=old, returns=returns)
-    actual = value_loss(values, responses, OF_VALUES, clip)
+    actual = value_loss(values, responses, Totals(12, 3, 8), clip)
     assert float(actual.value) == pytest.approx(total, rel=1e-12)
     assert float(actual.measures["value_loss"]) == pytest.approx(total, rel=1e-12)
     assert float(actual.measures["value_clip_frac"]) == pytest.approx(decided / 12, rel=1e-12)

@@ -32,9 +32,11 @@ def save_reward_model(folder: Path, *, tokenizer: Any = TOKENIZER, **config: Any
     from transformers import Qwen2ForSequenceClassification
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128, "num_labels": 1}
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128, "hidden_size": 64}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    made = Qwen2ForSequenceClassification(tiny("Qwen2", **sizes, **ids, bos_token_id=None))
+    made = Qwen2ForSequenceClassification(
+        tiny("Qwen2", **sizes, **ids, bos_token_id=None, num_labels=1)
+    )
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:

@@ -47,7 +47,7 @@ def rollout(ask: Ask) -> None:
     from tasks.process.block_unused_imports import start_lean
 
     start_lean()
-    from tasks.config.online import Rollout
+    from tasks.config.sections import Rollout
     from tasks.serving.vllm.colocation import Colocation
     from tasks.serving.vllm.rollouts import Colocated
 

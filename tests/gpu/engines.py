@@ -53,7 +53,7 @@ def policy_of(setting: Setting, folder: Path, **peft: Any) -> Any:
 
 def started(folder: Path, *, adapter_rank: int | None) -> Any:
     """Start the engine as training does."""
-    from tasks.config.online import Rollout
+    from tasks.config.sections import Rollout
     from tasks.serving.vllm.colocation import Colocation
     from tasks.serving.vllm.rollouts import Colocated
 

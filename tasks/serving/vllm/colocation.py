@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tasks.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tasks.config.online import Rollout
+    from tasks.config.sections import Rollout
 
 KEY_VARIABLE = "PLUMBLINE_API_KEY"
 """Variable with the API key of model servers. Keys of other services are never sent."""

@@ -5,7 +5,6 @@
     python flows/deliver.py DIR base=DIR out=DIR smoke.engine=none     the weights alone, fast
     python flows/deliver.py DIR base=DIR out=DIR merge.base=dequantized    a QLoRA adapter
     python flows/deliver.py DIR base=DIR out=DIR convert.dtype=float16
-    python flows/deliver.py adapters=[DIR:0.7,DIR2:0.3] base=DIR out=DIR   several, weighted
 
 DIR without a key is `source=DIR`. It is audited first, as by `flows/audit.py`; the delivery is
 refused if it has errors that a delivery does not repair. Works from any directory. Exit status: 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, judge
-from tasks.delivery.plan import HandOffPlan
+from tasks.delivery.plan import Work
 from tasks.evaluation.measuring import Measuring, stage_report
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
@@ -32,7 +32,7 @@ def convert(
     out: Path,
     *,
     weights: Path,  # SOURCE, or the output of gather or merge
-    planned: Callable[[], HandOffPlan],
+    planned: Callable[[], Work],
     dtype: str,  # torch name
     max_shard_bytes: int,  # largest tensor data of a file
     log: Log,
@@ -44,7 +44,7 @@ def convert(
     If all tensors are byte-identical to the input's, its drift is carried over, and the notes say
     so. Raises ArtifactError for unreadable files or a full disk.
     """
-    work, tokens, choice = planned().work, planned().tokens, planned().choice
+    work = planned()
     plan, sources = work.model, work.opened
     if not work.converts:
         source = open_model(weights)
@@ -58,10 +58,10 @@ def convert(
         )
     done = write(plan, sources, out)
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
-    tokens.write(out, work, dtype)
+    work.tokens.write(out, work, dtype)
     same = all(tensor_of(op.source, sources).hash == done.checksums[op.name] for op in plan.ops)
     checks = values_read(plan, done)
-    if planned().is_ours:
+    if work.is_ours:
         checks = [*_contract(plan, done, work.facts), *(check for check in checks if not check.ok)]
     notes = {"linked": sorted(done.linked), "drift_carried_over": same}
     return stage_report(
@@ -69,10 +69,10 @@ def convert(
         out,
         plan,
         done,
-        [*checks, *tokens.agreement(out, work, plan)],
+        [*checks, *work.tokens.agreement(out, work, plan)],
         measuring=measuring,
         metrics={"linked": float(len(done.linked))},
-        notes=notes if work.merge is None else {**notes, "merge_base": choice.as_json()},
+        notes=notes if work.merge is None else {**notes, "merge_base": work.choice.as_json()},
         earlier=weights if same else None,
     )
 
@@ -91,10 +91,10 @@ def _contract(plan: Plan, done: Executed, facts: Model) -> Iterator[Check]:
 
 
 def value_head(
-    out: Path, *, source: Path, planned: Callable[[], HandOffPlan], log: Log, **_: Any
+    out: Path, *, source: Path, planned: Callable[[], Work], log: Log, **_: Any
 ) -> StageReport:
     """Write the value head of a policy into its own artifact, away from the served folder."""
-    head = planned().work.head
+    head = planned().head
     assert head is not None
     names = write_value_head(head, out)
     log.info("value head: %d tensors kept apart", len(names))

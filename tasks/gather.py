@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, judge
-from tasks.delivery.plan import TRAINED, HandOffPlan
+from tasks.delivery.plan import Work
 from tasks.delivery.source import ADAPTER_CONFIG
 from tasks.delivery.tokens import write_weights_files
 from tasks.drift.fingerprint import EXACT, DriftLimit, ScorePrint
@@ -32,16 +32,15 @@ from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.names import rename_all
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint
 from tasks.weights.files.tensors import Sources, Tensors
-from tasks.weights.gather import plan_full
+from tasks.weights.gather import TRAINED, plan_adapter_file, plan_full, renamed
 from tasks.weights.heads import reward_base
 from tasks.weights.lora import adapter_contract
 from tasks.weights.merge import BASE
 from tasks.weights.model import model_facts
 from tasks.weights.perform import Perform, perform
-from tasks.weights.plan import Plan, as_is
+from tasks.weights.plan import Plan
 from tasks.weights.shards import read_partitions
 from tasks.weights.write import write
 from tasks.weights.written import gathered
@@ -69,11 +68,10 @@ def gather(
     source.require_base(base)
     parts = read_partitions(trained)
     is_adapter = parts.mode == "adapter"
-    keys = rename_all(parts.tensors, adapter=is_adapter)
-    renamed = {key: parts.tensors[name] for name, key in keys.items()}
-    sources: dict[str, Tensors] = {TRAINED: renamed}
+    sources: dict[str, Tensors] = {}
     if is_adapter:
-        plan = as_is(renamed, TRAINED)
+        plan, _ = plan_adapter_file(parts)
+        sources[TRAINED] = parts.tensors
         # The adapter of a reward model has the head that its base does not have.
         model_of = trained if source.is_reward else base
         expected = perform(adapter_contract, model_of, trained / ADAPTER_CONFIG, parts.dtype)
@@ -84,7 +82,8 @@ def gather(
             tensors, _, facts = reward_base(before, source.config, source.dtype, perform)
         else:
             facts = perform(model_facts, base, source.dtype)
-        plan = plan_full(renamed, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
+        sources[TRAINED] = renamed(parts)
+        plan = plan_full(sources[TRAINED], facts, base=tensors, max_shard_bytes=SHARD_BYTES)
         expected = list(facts.tensors)
         if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
             sources[BASE] = before
@@ -163,13 +162,13 @@ def gather_foreign(
     out: Path,
     *,
     trained: Path,
-    planned: Callable[[], HandOffPlan],
+    planned: Callable[[], Work],
     log: Log,
     base: Path | None = None,
     **_: Any,
 ) -> StageReport:
     """Gather the partitions of another trainer's ranks, by the plan of a delivery."""
-    work = planned().work
+    work = planned()
     plan = work.gather
     assert plan is not None
     names = {source.partition(":")[0] for source in plan.dropped}

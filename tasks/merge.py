@@ -7,21 +7,23 @@ A base that is stored in 4 bits is always dequantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tasks.delivery.base import ORIGINAL, BaseChoice
-from tasks.delivery.plan import ADAPTER, TRAINED, HandOffPlan
+from tasks.delivery.plan import Work
 from tasks.delivery.tokens import write_weights_files
 from tasks.drift.fingerprint import PROFILES
 from tasks.evaluation.measuring import Measuring, stage_report
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.gather import TRAINED
 from tasks.weights.heads import read_folder
 from tasks.weights.lora import read_adapter
+from tasks.weights.pairing import INPUT
 from tasks.weights.perform import Perform, perform
 from tasks.weights.proof import recompute, recomputed_check
 from tasks.weights.write import write
@@ -31,11 +33,10 @@ from tasks.weights.written import rounding_kept, unchanged, values_read
 def merge(
     out: Path,
     *,
-    adapter: Path,  # SOURCE, or the output of gather; the first of several adapters
+    adapter: Path,  # SOURCE, or the output of gather
     base: Path,
-    planned: Callable[[], HandOffPlan],
+    planned: Callable[[], Work],
     log: Log,
-    weights: Mapping[str, float] | None = None,  # by role; None for one adapter with weight 1
     measuring: Measuring | None = None,
     perform: Perform = perform,
     **_: Any,
@@ -45,12 +46,12 @@ def merge(
     Sampled rows of each tensor are recomputed from the inputs. Raises ArtifactError for unreadable
     files or a full disk, ContractError if the adapter does not fit the base.
     """
-    work, choice = planned().work, planned().choice
+    work, choice = planned(), planned().choice
     plan = work.merge
     assert plan is not None
     sources = {name: source for name, source in work.opened.items() if name != TRAINED}
     if work.gather is not None:
-        sources[ADAPTER] = read_adapter(adapter, beside=read_folder(adapter).beside).tensors
+        sources[INPUT] = read_adapter(adapter, beside=read_folder(adapter).beside).tensors
     write_weights_files(out, work, base)
     folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors change", folded, len(plan.ops))
@@ -60,7 +61,6 @@ def merge(
     limit = PROFILES["standard"] if measuring is None else measuring.limit
     checks, kept, rounding = rounding_kept(plan, done, limit.kept)
     recomputed = recomputed_check(perform(recompute, plan, sources, read_checkpoint(out)))
-    notes = {"merge_base": choice.as_json(), **({"adapters": dict(weights)} if weights else {})}
     return stage_report(
         "weights",
         out,
@@ -69,7 +69,7 @@ def merge(
         [*values_read(plan, done), *checks, recomputed],
         measuring=None if measuring is None else replace(measuring, cause=_cause(choice)),
         metrics={"folded": float(folded), **kept},
-        notes={**rounding, **notes},
+        notes={**rounding, "merge_base": choice.as_json()},
     )
 
 

@@ -23,7 +23,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     from tasks.weights.lora import read_adapter, require_values
 
     plan, sources = _planned(base, adapter)
-    require_values([read_adapter(adapter)])
+    require_values(read_adapter(adapter))
     _make("weights", plan, sources, out)
 
 
@@ -37,7 +37,7 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
 
     lora = read_adapter(adapter)
     facts = model_facts(base)
-    changed = changes([(lora, 1.0)], facts)
+    changed = changes(lora, facts)
     weights = read_checkpoint(base)
     made = plan_merge(weights, facts, changed)
     made = with_output(made, weights, dtype=None, max_shard_bytes=SHARD)
@@ -72,7 +72,7 @@ def gather(shards: Path, out: Path) -> None:
 
 def plan(base: Path, adapter: Path) -> None:
     """Plan and validate a merge, and lay out its files, without writing any."""
-    from tasks.weights.validate import validate
+    from tasks.weights.plan import validate
     from tasks.weights.write import lay_out
 
     made, sources = _planned(base, adapter)

@@ -63,12 +63,13 @@ def make(folder: Path, size: str) -> None:
 
 def convert(folder: Path, out: Path) -> None:
     """Convert the checkpoint our way: plan, validate and execute, as `deliver` does."""
-    from tasks.delivery.plan import Request, Target, prepare
+    from tasks.delivery.plan import Request, prepare
     from tasks.delivery.source import recognise
-    from tasks.weights.perform import perform
+    from tasks.delivery.tokens import Tokens
 
-    target = Target("bfloat16", 5 * 10**9)
-    work = prepare(Request(recognise(folder), None, target, None, None, perform))
+    source, tokens = recognise(folder), Tokens(folder, None)
+    how = {"dtype": "bfloat16", "max_shard_bytes": 5 * 10**9}
+    work = prepare(Request(source=source, base=None, tokens=tokens, **how))
     out.mkdir(parents=True)
     from tasks.weights.write import write
 

@@ -28,7 +28,7 @@ from flows.orchestration.progress import Progress
 from tasks.config.sections import Smoke, engine_dtype
 from tasks.data.kinds import PROMPTS, TEXTS, Kind, kind_for, names_texts
 from tasks.delivery.examination import require_sound
-from tasks.delivery.plan import HandOffPlan, Target, plan_trained
+from tasks.delivery.plan import Work, plan_trained
 from tasks.drift.fingerprint import PROFILES
 from tasks.evaluation.responses import Measure
 from tasks.evaluation.scoring import ReferenceScorer
@@ -150,10 +150,11 @@ class Chain:
         merge, convert_to = settings["merge"], settings["convert"]
 
         @cache
-        def planned() -> HandOffPlan:
-            target = Target(convert_to["dtype"], parse_size(convert_to["max_shard_size"]))
+        def planned() -> Work:
             paths = trained.path, gathered.path, base.path
-            return plan_trained(*paths, target, merge, self.scorer.perform)
+            limit = parse_size(convert_to["max_shard_size"])
+            how = {"dtype": convert_to["dtype"], "max_shard_bytes": limit}
+            return plan_trained(*paths, merge, perform=self.scorer.perform, **how)
 
         inputs, config = self._smoke(before, data)
         return HandOff(

@@ -17,7 +17,7 @@ from flows.chain.dry_run import DryRun
 from tasks.bisect.run import Explainer
 from tasks.config.sections import Smoke
 from tasks.convert import convert, value_head
-from tasks.delivery.plan import HandOffPlan
+from tasks.delivery.plan import Work
 from tasks.drift.fingerprint import DriftLimit, quantized_profile
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import computing_dtype_of
@@ -68,7 +68,7 @@ class HandOff:
     mechanism: StageRunner
     scorer: ReferenceScorer | None  # the transformers child; None to measure nothing
     vllm: VllmChild = field(default_factory=VllmChild)
-    planned: Callable[[], HandOffPlan]  # called when a stage runs: a plan reads its inputs
+    planned: Callable[[], Work]  # called when a stage runs: a plan reads its inputs
     settings: Mapping[str, Any]  # the configuration
     smoke: Smoke
     limit: DriftLimit  # drift that two engines may have
@@ -77,9 +77,6 @@ class HandOff:
     is_measured: bool = True  # False to compare with `reference` only at the end
     quantization: Mapping[str, Any] | None = None  # of the base in training
     dtype: str  # torch name, in which an adapter and its base are computed
-    # several adapters, or one with a weight: artifacts beside the first one, and weights by role
-    further: Mapping[str, Artifact] = field(default_factory=dict)
-    factors: Mapping[str, float] = field(default_factory=dict)
     # further settings of the keys, inputs and arguments
     merge_config: Mapping[str, Any] = field(default_factory=dict)
     convert_config: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +95,7 @@ class HandOff:
         """
         trained = self._model(weights, base)
         if base is not None:
-            inputs = {"adapter": weights, **self.further, "base": base}
+            inputs = {"adapter": weights, "base": base}
             weights = self._write(MERGE, merge, inputs, self.merge_config, trained).artifact
         inputs = {"weights": weights}
         before = self._model(weights)
@@ -130,11 +127,7 @@ class HandOff:
                 return None
             dtype = computing_dtype_of(weights.path)
             return ModelRef(weights.path, dtype=dtype, attn_implementation=self.attention)
-        paths = {"adapter": weights.path, **{r: each.path for r, each in self.further.items()}}
-        weighted = {str(paths[role]): weight for role, weight in self.factors.items()} or None
-        return ModelRef(
-            base.path, weights.path, self.quantization, self.dtype, self.attention, weighted
-        )
+        return ModelRef(base.path, weights.path, self.quantization, self.dtype, self.attention)
 
     def _write(
         self,

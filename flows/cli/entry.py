@@ -114,7 +114,7 @@ def read(
 def _is_source(word: str, names: Vocabulary, overrides: Sequence[str]) -> bool:
     """Return True for the folder of `deliver DIR`, which may have an equals sign in its name."""
     key = word.partition("=")[0].lstrip("+~")
-    if any(o.startswith(("source=", "adapters=")) for o in overrides):
+    if any(o.startswith("source=") for o in overrides):
         return False
     return not (names.has(key) or key in names.groups) and ("=" not in word or Path(word).exists())
 

@@ -22,7 +22,7 @@ from flows.cli.config import compose_config
 from flows.cli.entry import run_main
 from flows.cli.outcome import completed, exit_status
 from flows.delivery.planned import Delivery, prepare_delivery
-from flows.delivery.stages import DeliveryStages
+from flows.delivery.stages import to_served
 from flows.orchestration.flow_run import (
     FlowRun,
     Host,
@@ -80,7 +80,7 @@ def plan(composed: Composed) -> tuple[Delivery, str]:
     delivery = prepare_delivery(composed)
     dry_run = DryRun(delivery.store, frozenset(composed.settings["force"]))
     scorer = None if delivery.engine is None else dry_run.scorer
-    served = DeliveryStages(delivery, dry_run, scorer).to_served().artifact
+    served = to_served(delivery, dry_run, scorer).artifact
     if not composed.settings["overwrite"]:
         require_same(delivery.out, served.digest)
     return delivery, delivery.text(dry_run.states)
@@ -120,16 +120,16 @@ def _run(
     def stages(run: FlowRun) -> None:
         # Not while planning: the first comparison of an artifact with its manifest reads all of it.
         require_intact(delivery.inputs, delivery.store)
-        run.summary.findings = examination.as_json(delivery.reports)
+        run.summary.findings = examination.as_json(delivery.report)
         with ExitStack() as stack:
             scorer = None
             if delivery.engine is not None:
                 scorer = stack.enter_context(run.scorer(delivery.settings["smoke"]["threads"]))
                 scorer.warm()
-            served = DeliveryStages(delivery, run.mechanism, scorer).to_served()
+            served = to_served(delivery, run.mechanism, scorer)
         delivery.put(served, run.mechanism.results, run.summary.command or "")
         run.summary.served = str(delivery.out)
 
     composed = delivery.composed
     flow_run = FlowRun.begin("deliver", composed, host, tracker=tracker, overrides=overrides)
-    return flow_run.run(f"deliver {delivery.checkpoint.root.name}", stages)
+    return flow_run.run(f"deliver {delivery.source.root.name}", stages)

@@ -47,8 +47,8 @@ def _compared(a: ModelRef, b: ModelRef, options: Options, calls: Path | None) ->
         raise ConfigError(f"other sizes: {', '.join(other)}")
     probes = probes_of(a, b, options)
     a, b = (replace(side, float32=False) for side in (a, b))  # as they are on disk
-    first = load(a, as_stored=not (a.weighted or a.adapter))
-    second = first if a == b else load(b, as_stored=not (b.weighted or b.adapter))
+    first = load(a, as_stored=not a.adapter)
+    second = first if a == b else load(b, as_stored=not b.adapter)
     quantised = any(config.get("quantization_config") for config in configs)
     pair = Pair(first, second, quantised or any(side.quantization for side in (a, b)))
     if len(pair.missing) > 0.1 * len(pair.in_a):
@@ -156,5 +156,5 @@ def _drift(a: Any, b: Any, probes: list[list[int]], recordings: list[Any] | None
 
 
 def _shown(side: ModelRef) -> str:
-    adapters = list(side.weighted or ([side.adapter] if side.adapter else []))
+    adapters = [side.adapter] if side.adapter else []
     return f"{' + '.join(map(str, [side.path, *adapters]))} ({side.dtype})"

@@ -592,8 +592,7 @@ class DeliverSmoke(Served):
 class Deliver(Section):
     """The whole configuration of `flows/deliver.py`."""
 
-    source: str | None = None  # folder: adapter, model, our shards, DeepSpeed checkpoint
-    adapters: list[str] = field(default_factory=list)  # instead: "<folder>:<weight>", added up
+    source: str = MISSING  # folder: adapter, model, our shards, DeepSpeed checkpoint
     base: str | None = None  # folder of the base model; null: what SOURCE itself names
     out: str = MISSING  # folder to write the served model to
     adapter_config: str | None = None  # adapter_config.json; null: the one in or above SOURCE

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,17 +21,17 @@ from tasks.audit.checks.values import value_faults
 from tasks.audit.scan import first_difference
 from tasks.audit.source import open_source
 from tasks.core.disk import file_stats
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.files import meant
 from tasks.core.terminal import typed
 from tasks.delivery.evidence import Evidence, Precision, find_evidence
-from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, Checkpoint
+from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, SourceFolder
 from tasks.weights.files.documents import optional_json, read_json, read_manifest
 from tasks.weights.files.identity import base_mismatch, published
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, remedy, stored
 
 
-def find_base(checkpoint: Checkpoint, base: str | None, store: Path) -> Path | None:
+def find_base(source: SourceFolder, base: str | None, store: Path) -> Path | None:
     """Return the folder of the base: the setting, or the base that SOURCE names; None if unknown.
 
     `store` has our artifacts, which are searched for the recorded digest. Raises ConfigError if the
@@ -45,60 +45,82 @@ def find_base(checkpoint: Checkpoint, base: str | None, store: Path) -> Path | N
             hint = typed("base", near or "<folder of the base model>")
             raise ConfigError(f"base={base}: {what}", hint=hint)
         return folder
-    digest, named = recorded_digest(checkpoint), Path(recorded_name(checkpoint))
+    digest, name = _recorded_base(source)
     if digest and (original := published(digest, store, "base")) is not None:
         return original
-    return named if named.is_absolute() and (named / CONFIG).is_file() else None
+    return Path(name) if Path(name).is_absolute() and (Path(name) / CONFIG).is_file() else None
 
 
-def base_missing(checkpoint: Checkpoint) -> ConfigError:
+def base_missing(source: SourceFolder) -> ConfigError:
     """Return the error for an adapter whose base is unknown."""
-    named = recorded_name(checkpoint)
-    what = f"{named}, which is not a local folder" if named else "no model"
+    _, name = _recorded_base(source)
+    what = f"{name}, which is not a local folder" if name else "no model"
     return ConfigError(
-        f"source={checkpoint.root} is {checkpoint.what}: its base is needed",
+        f"source={source.root} is {source.what}: its base is needed",
         details=[f"{ADAPTER_CONFIG} names {what}"],
         hint="base=<folder of the base model>",
     )
 
 
-def base_mismatch_of(checkpoint: Checkpoint, base: Path, store: Path) -> str:
-    """Return why `base` is not the base of SOURCE, by the most reliable record; "" if it is."""
-    return base_mismatch(
-        base, digest=recorded_digest(checkpoint), name=recorded_name(checkpoint), store=store
-    )
+def wrong_base(source: SourceFolder, base: Path | None, store: Path, *, check: bool) -> list[str]:
+    """Raise ConfigError for a base that SOURCE was not trained on.
+
+    Without `check` the reasons for a refusal are returned as warnings.
+    """
+    is_model = source.kind == "model"
+    if base is None:
+        if source.kind == "adapter":
+            raise base_missing(source)
+        unknown = "the base was not compared: with base=<folder> a model that equals it is refused"
+        return [unknown] if is_model else []
+    if is_model and check and _equals_base(source, base):
+        raise ConfigError(
+            f"source={source.root}: every tensor is that of base={base}, bit for bit: nothing "
+            "was merged into it",
+            # where verl's merger leaves an adapter
+            details=[
+                f"an adapter lies in {path.parent}"
+                for path in sorted(source.root.glob(f"*/{ADAPTER_CONFIG}"))
+            ],
+            hint=f"source=<the adapter> {typed('base', base)}; check_base=false delivers it all "
+            "the same",
+        )
+    digest, name = _recorded_base(source)
+    wrong = base_mismatch(base, digest=digest, name=name, store=store)
+    findings = [wrong] if wrong else []
+    for code, fault in value_faults(open_source(source.root, base)) if is_model else ():
+        where = f"{code} {', '.join(fault.tensors[:3])}"
+        findings.append(f"{where}: {fault.actual}; expected {fault.expected}")
+    if findings and check:
+        raise ConfigError(
+            f"wrong base: {first_and_more(findings)}",
+            details=findings,
+            hint="base=<the base that was trained>; check_base=false takes this one all the same",
+        )
+    return findings
 
 
-def equals_base(checkpoint: Checkpoint, base: Path) -> bool:
+def _equals_base(source: SourceFolder, base: Path) -> bool:
     """Return True if all tensors of a full model are bit-identical to the base's.
 
     The comparison ends at the first difference, so a trained model costs little reading.
     """
-    source, original = open_source(checkpoint.root), open_source(base)
-    ours, theirs = source.tensors, original.tensors
+    model, original = open_source(source.root), open_source(base)
+    ours, theirs = model.tensors, original.tensors
     if {key: (info.shape, info.dtype) for key, info in ours.items()} != {
         key: (theirs[key].shape, theirs[key].dtype) for key in ours if key in theirs
     }:
         return False
-    return bool(ours) and first_difference(source, original, ours) is None
+    return bool(ours) and first_difference(model, original, ours) is None
 
 
-def value_findings(checkpoint: Checkpoint, base: Path) -> Iterator[str]:
-    """Yield why the values of a full model cannot have been made from those of the base."""
-    for code, fault in value_faults(open_source(checkpoint.root, base)):
-        yield f"{code} {', '.join(fault.tensors[:3])}: {fault.actual}; expected {fault.expected}"
-
-
-def recorded_digest(checkpoint: Checkpoint) -> str:
-    """Return the digest of the base that training recorded; "" if there is no record."""
-    if checkpoint.kind == "shards":
-        return str(optional_json(checkpoint.root / "train.json").get("base_digest", ""))
-    return str(checkpoint.manifest.get("inputs", {}).get("base", ""))
-
-
-def recorded_name(checkpoint: Checkpoint) -> str:
-    """Return the name or path of the base that PEFT recorded; "" if there is no record."""
-    return str(optional_json(checkpoint.root / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+def _recorded_base(source: SourceFolder) -> tuple[str, str]:
+    """Return the digest that our training recorded, and the name that PEFT did; "" for none."""
+    name = optional_json(source.root / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
+    digest = source.manifest.get("inputs", {}).get("base", "")
+    if source.kind == "shards":
+        digest = optional_json(source.root / "train.json").get("base_digest", "")
+    return str(digest), str(name)
 
 
 def folder_identity(folder: Path) -> str:
@@ -116,11 +138,11 @@ def folder_identity(folder: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def training_record(checkpoint: Checkpoint, store: Path) -> dict[str, Any]:
+def training_record(source: SourceFolder, store: Path) -> dict[str, Any]:
     """Return `train.json` of our training that made SOURCE, shards or an artifact; else {}."""
-    root: Path | None = checkpoint.root
-    if checkpoint.kind != "shards":
-        digest = checkpoint.manifest.get("inputs", {}).get("trained")
+    root: Path | None = source.root
+    if source.kind != "shards":
+        digest = source.manifest.get("inputs", {}).get("trained")
         root = published(digest, store, "shards") if digest else None
     path = None if root is None else root / "train.json"
     return read_json(path) if path is not None and path.is_file() else {}
@@ -129,13 +151,13 @@ def training_record(checkpoint: Checkpoint, store: Path) -> dict[str, Any]:
 SDPA, FLASH = "sdpa", "flash_attention_2"
 
 
-def attention_of(checkpoint: Checkpoint, store: Path) -> tuple[str, str]:
+def attention_of(source: SourceFolder, store: Path) -> tuple[str, str]:
     """Return (attention to measure with, by transformers' name; a warning or "").
 
     Attention implementations round differently. With training's own, the measured drift is that of
     the weights alone.
     """
-    recorded = str(training_record(checkpoint, store).get("attn_implementation", SDPA))
+    recorded = str(training_record(source, store).get("attn_implementation", SDPA))
     if recorded == FLASH and find_spec("flash_attn") is None:
         return SDPA, f"training ran {FLASH}, and flash-attn is not installed: measured with {SDPA}"
     return recorded, ""
@@ -150,7 +172,7 @@ _EITHER = "merge.base=original for LoRA, merge.base=dequantized for QLoRA"
 class BaseChoice:
     """The base that an adapter is merged into."""
 
-    mode: str  # "original" or "dequantized"; "" if it could not be decided
+    mode: str = ""  # "original" or "dequantized"; "" if it could not be decided
     # quantization of the base in training, as `Op.quantization`; None for none
     quantization: dict[str, Any] | None = None
     reason: str = ""  # reason of the decision, for a person
@@ -163,7 +185,7 @@ class BaseChoice:
 
 
 def choose_base(
-    checkpoint: Checkpoint, base: Path | None, merge: Mapping[str, Any], store: Path
+    source: SourceFolder, base: Path | None, merge: Mapping[str, Any], store: Path
 ) -> BaseChoice:
     """Decide into which base the adapter in SOURCE is merged.
 
@@ -172,19 +194,19 @@ def choose_base(
     """
     mode = str(merge["base"])
     config = read_json(base / CONFIG) if base is not None else {}
-    known, recorded = _recorded(checkpoint, store)
+    known, recorded = _recorded(source, store)
     if known and recorded is None and mode == DEQUANTIZED:
         raise ConfigError(
             "merge.base=dequantized, but training did not quantise the base",
             hint="merge.base=original, or merge.base=auto",
         )
-    if checkpoint.manifest and checkpoint.kind == "adapter" and not known and mode == "auto":
+    if source.manifest and source.kind == "adapter" and not known and mode == "auto":
         raise ConfigError(
-            f"source={checkpoint.root}: its manifest does not say whether training quantised the "
+            f"source={source.root}: its manifest does not say whether training quantised the "
             "base, and the training it names is not in paths.runs",
             hint=_EITHER,
         )
-    evidence = () if known or checkpoint.kind == "model" else find_evidence(checkpoint.root)
+    evidence = () if known or source.kind == "model" else find_evidence(source.root)
     if base is not None and (is_packed(config) or (is_fp8(config) and recorded is None)):
         return _stored_small(base, mode, config, evidence)
     loaded = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -233,7 +255,7 @@ def _stored_small(
 def _by_evidence(
     mode: str, details: Mapping[str, Any], evidence: tuple[Evidence, ...]
 ) -> BaseChoice:
-    """Choose for a checkpoint made elsewhere: the setting decides, else the trainer's files."""
+    """Choose for a source made elsewhere: the setting decides, else the trainer's files."""
     precisions = {item.precision for item in evidence}
     four = next((item.quantization for item in evidence if item.precision is Precision.FOUR), {})
     details = {**details, **four}
@@ -255,11 +277,11 @@ def _by_evidence(
     return BaseChoice(chosen, quantization, str(evidence[0]), evidence=evidence)
 
 
-def undecided(checkpoint: Checkpoint, choice: BaseChoice) -> ConfigError:
+def undecided(source: SourceFolder, choice: BaseChoice) -> ConfigError:
     """Return the error for an adapter whose training base is not known."""
     if not choice.evidence:
         return ConfigError(
-            f"source={checkpoint.root}: nothing in or above it says whether it was trained on the "
+            f"source={source.root}: nothing in or above it says whether it was trained on the "
             "base in 4 bits (QLoRA), and merged into another base than the one it was trained on "
             "it is a worse model, which no check sees",
             hint=_EITHER,
@@ -267,18 +289,18 @@ def undecided(checkpoint: Checkpoint, choice: BaseChoice) -> ConfigError:
     contradict = len({item.precision for item in choice.evidence}) > 1
     first = choice.evidence[0]
     return ConfigError(
-        f"source={checkpoint.root}: its trainer's files contradict each other about the base"
+        f"source={source.root}: its trainer's files contradict each other about the base"
         if contradict
-        else f"source={checkpoint.root}: it was trained on a base {first.precision.value} "
+        else f"source={source.root}: it was trained on a base {first.precision.value} "
         f"({first}); merged into any other base it is another model",
         details=[f"{item}: {item.precision.value}" for item in choice.evidence],
         hint=_EITHER if contradict else "merge.base=original takes the 16-bit base all the same",
     )
 
 
-def _recorded(checkpoint: Checkpoint, store: Path) -> tuple[bool, dict[str, Any] | None]:
+def _recorded(source: SourceFolder, store: Path) -> tuple[bool, dict[str, Any] | None]:
     """Return (True if our own training recorded it, the recorded quantization)."""
-    notes = checkpoint.manifest.get("notes", {})
-    record = notes if "quantization" in notes else training_record(checkpoint, store)
+    notes = source.manifest.get("notes", {})
+    record = notes if "quantization" in notes else training_record(source, store)
     recorded = record.get("quantization")
     return bool(record), dict(recorded) if recorded else None

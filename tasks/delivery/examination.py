@@ -1,12 +1,12 @@
 """The first step of a delivery: audit SOURCE, and refuse it if an error stops the delivery.
 
-reports = examine([Path("ckpt")], base, check_base=True)     audit; ConfigError for SOURCE refused
-report = examination(out, reports=reports, log=log)          the stage that stores the findings
+report = examine(Path("ckpt"), base, check_base=True)     audit; ConfigError for SOURCE refused
+examination(out, report=report, log=log)                  the stage that stores the findings
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.terminal import typed
 from tasks.evaluation.model_folder import write_json
 from tasks.pipeline.report import StageReport
+from tasks.process.output import Log
 from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import WRAPPER
 from tasks.weights.tokens.prove_ids import is_leading, misread
@@ -63,23 +64,17 @@ _SHARDS = "ZERO_NOT_GATHERED"
 """Finding that intact shards lie beside broken weights. Its fix, to gather them, comes first."""
 
 
-def examine(
-    roots: Sequence[Path], base: Path | None, *, check_base: bool = True
-) -> tuple[Report, ...]:
-    """Audit the folders to deliver: models from headers and documents, adapters with values.
+def examine(root: Path, base: Path | None, *, check_base: bool = True) -> Report:
+    """Audit the folder to deliver: a model from headers and documents, an adapter with values.
 
     Raises ConfigError for errors that stop the delivery, each with code, place and fix.
     """
-    reports = tuple(
-        # The plan reads the weights of a model: here they would be read twice.
-        audit(
-            root, base=base, values=None if (root / ADAPTER_CONFIG).is_file() else False, alone=True
-        )
-        for root in roots
-    )
-    if any(_blocking(report, check_base=check_base) for report in reports):
-        raise refused(reports, check_base=check_base)
-    return reports
+    # The plan reads the weights of a model: here they would be read twice.
+    values = None if (root / ADAPTER_CONFIG).is_file() else False
+    report = audit(root, base=base, values=values, alone=True)
+    if _blocking(report, check_base=check_base):
+        raise refused(report, check_base=check_base)
+    return report
 
 
 READ = 2 << 30
@@ -100,7 +95,7 @@ def require_base(base: Path, *, whole: bool) -> None:
     """Raise ConfigError if the base itself is broken; arguments as for `base_errors`."""
     report = base_errors(base, whole=whole)
     if report.findings:
-        raise refused([report], key="base", hint=report.command)
+        raise refused(report, key="base", hint=report.command)
 
 
 def require_sound(base: Path) -> tuple[str, ...]:
@@ -123,32 +118,24 @@ def require_own_ids(folder: Path) -> tuple[str, ...]:
 
 
 def refused(
-    reports: Sequence[Report], *, check_base: bool = True, key: str = "source", hint: str = ""
+    report: Report, *, check_base: bool = True, key: str = "source", hint: str = ""
 ) -> ConfigError:
     """Return the error that refuses a delivery, with the place and the fix of every finding."""
-    first, rest, fix, repair, lines = "", "", "", "", []
-    for report in reports:
-        blocking = _blocking(report, check_base=check_base, is_base=key == "base")
-        if not blocking and len(reports) > 1:
-            continue
-        what = "the base, not the source: " if key == "base" else ""
-        first = first or f"{what}{key}={report.source}: {report.what}"
-        rest = rest or f"plumbline audit {typed('source', report.source)} tells the rest"
-        for finding in blocking[:_SHOWN]:
-            lines.append(
-                f"{finding.code} {finding.where}: {finding.found}; expected {finding.expected}"
-            )
-            lines.append(f"  why: {finding.why}")
-            lines.append(f"  fix: {finding.fix}")
-        beside = (item.fix for item in report.findings if item.code == _SHARDS)
-        fix = fix or (next(beside, "") if report.kind not in _TO_GATHER else "")
-        repair = repair or report.mending
-    reasons = [line for line in lines if not line.startswith("  ")]
+    lines, reasons = [], []
+    for finding in _blocking(report, check_base=check_base, is_base=key == "base")[:_SHOWN]:
+        found, expected = finding.found, finding.expected
+        reasons.append(f"{finding.code} {finding.where}: {found}; expected {expected}")
+        lines += [reasons[-1], f"  why: {finding.why}", f"  fix: {finding.fix}"]
+    fix = ""
+    if report.kind not in _TO_GATHER:
+        fix = next((each.fix for each in report.findings if each.code == _SHARDS), "")
+    what = "the base, not the source: " if key == "base" else ""
     summary = first_and_more(reasons) if reasons else "it cannot be delivered"
+    rest = f"plumbline audit {typed('source', report.source)} tells the rest"
     return ConfigError(
-        f"{first}: {summary}",
+        f"{what}{key}={report.source}: {report.what}: {summary}",
         details=lines,
-        hint=hint or fix or repair or rest,
+        hint=hint or fix or report.mending or rest,
     )
 
 
@@ -164,41 +151,38 @@ def _blocking(report: Report, *, check_base: bool, is_base: bool = False) -> lis
     ]  # fmt: skip
 
 
-def examined(reports: Sequence[Report]) -> Iterator[tuple[Finding, str]]:
+def examined(report: Report) -> Iterator[tuple[Finding, str]]:
     """Yield every finding, and why this error does not stop the delivery; "" if it is no error."""
-    for report in reports:
-        for finding in report.findings:
-            is_error = finding.severity is Severity.ERROR
-            yield finding, handled(finding, report, check_base=False) if is_error else ""
+    for finding in report.findings:
+        is_error = finding.severity is Severity.ERROR
+        yield finding, handled(finding, report, check_base=False) if is_error else ""
 
 
-def lines(reports: Sequence[Report]) -> Iterator[str]:
+def lines(report: Report) -> Iterator[str]:
     """Yield the lines of the plan: counts, warnings, and errors that do not stop the delivery."""
-    for report in reports:
-        yield f"audit: {report.counts}"
-    for finding, why in examined(reports):
+    yield f"audit: {report.counts}"
+    for finding, why in examined(report):
         if why or finding.severity is Severity.WARNING:
             yield f"  {finding.code} {finding.where}: {why or finding.found}"
 
 
-def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
+def as_json(report: Report) -> list[dict[str, Any]]:
     """Return the findings as plain JSON, each with its reason under `handled`."""
-    return [{**finding.as_json(), "handled": why} for finding, why in examined(reports)]
+    return [{**finding.as_json(), "handled": why} for finding, why in examined(report)]
 
 
-def examination(out: Path, *, reports: Sequence[Report], log: Any, **_: Any) -> StageReport:
+def examination(out: Path, *, report: Report, log: Log, **_: Any) -> StageReport:
     """Store the findings of the audit as an artifact; a stage function."""
-    kinds: Mapping[str, str] = {report.source: report.kind for report in reports}
-    notes = {"sources": kinds, "findings": as_json(reports)}
+    notes = {"sources": {report.source: report.kind}, "findings": as_json(report)}
     write_json(out / FINDINGS, notes)
-    for line in lines(reports):
+    for line in lines(report):
         log.info("%s", line)
     checks = tuple(
         Check(f"{each.code} {each.where}", each.expected, f"{each.found}: {why}", ok=True)
-        for each, why in examined(reports)
+        for each, why in examined(report)
         if why
     )
     counts = dict.fromkeys((f"audit/{severity.value}s" for severity in Severity), 0.0)
-    for finding, _why in examined(reports):
+    for finding in report.findings:
         counts[f"audit/{finding.severity.value}s"] += 1
     return StageReport("report", checks, counts, notes)

@@ -73,7 +73,6 @@ def reference(
     dtype: str,
     attn_implementation: str,
     quantization: Mapping[str, Any] | None,
-    weights: Mapping[str, float],  # of several adapters by role; empty for one with weight 1
     is_reward: bool,
     profile: DriftLimit,
     scorer: ReferenceScorer,
@@ -81,17 +80,14 @@ def reference(
     live: Path | None,  # folder of the live model's fingerprint or scores
     at_live: bool = False,  # True to measure at the live model's probes instead of the texts
     live_digest: str = "",  # part of the key
-    **adapters: Path,
+    adapter: Path | None = None,
 ) -> StageReport:
     """Take the fingerprint, or the rewards, of the model as SOURCE has it; a stage function.
 
     Fingerprints are taken in float32, with the noise of the formats that the model may be served
     in. Where training recorded its live model, SOURCE is also compared with that.
     """
-    weighted = {str(adapters[role]): weight for role, weight in weights.items()}
-    ref = ModelRef(
-        model, adapters.get("adapter"), quantization, dtype, attn_implementation, weighted
-    )
+    ref = ModelRef(model, adapter, quantization, dtype, attn_implementation)
     base = out / BASE if ref.adapter is not None else None
     drift: Moved | None = None
     checks: tuple[Check, ...] = ()

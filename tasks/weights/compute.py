@@ -19,7 +19,8 @@ that lie between two numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -28,17 +29,14 @@ from numpy.typing import NDArray
 
 from tasks.weights.files import dtypes as bits
 from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, NUMPY, torch_dtype, widened
-from tasks.weights.files.tensors import Reader, Sources, part, tensor_of
+from tasks.weights.files.tensors import Reader, Sources, part, read_all, tensor_of
 from tasks.weights.native import MAX_RANK, library
 from tasks.weights.plan import (
-    Dora,
     LowRank,
     Op,
     Rows,
     Term,
-    as_slice,
     matrix_shape,
-    needs_all_rows,
     operands,
     row_blocks,
 )
@@ -78,7 +76,7 @@ def memory(op: Op, sources: Sources) -> int:
         return 0
     if (term := _kernel_term(op, sources)) is not None:
         return _size_of_a(term, sources)
-    full = op.is_decoded or op.transpose or _takes_all_rows(op)
+    full = op.is_decoded or op.transpose
     names = (name for term in op.terms for name in operands(term))
     numbers = sum(prod(tensor_of(name, sources).shape) for name in names)
     return 4 * (numbers + (2 * prod(op.read_shape) if full else 0))
@@ -101,11 +99,13 @@ def source_bytes(op: Op) -> int:
 def _compute(op: Op, sources: Sources, written: Written) -> Blocks:
     import torch
 
-    adapter, changed = _Operands(sources), 0
+    operand, changed = cache(partial(_operand, sources=sources)), 0
     for first, block in _blocks(op, sources):
         before = block.to(torch.float32)
         # Copied, because terms work in place and `before` is compared below.
-        wide = _with_terms(op, before.clone(), first, adapter) if op.terms else before
+        wide = before.clone() if op.terms else before
+        for term in op.terms:
+            wide = _apply(term, wide, first, operand)
         out = _stored(op, wide, before if op.terms else None, first)
         raw: NDArray[np.uint8] = out.contiguous().reshape(-1).view(torch.uint8).numpy()
         written.nonfinite += bits.nonfinite(raw, op.dtype)
@@ -138,7 +138,7 @@ def _blocks(op: Op, sources: Sources) -> Iterator[tuple[int, torch.Tensor]]:
     import torch
 
     rows, columns = matrix_shape(op.read_shape)
-    pieces = [(0, rows)] if _takes_all_rows(op) else list(row_blocks(rows, columns))
+    pieces = list(row_blocks(rows, columns))
     if op.is_decoded or op.transpose:
         matrix = _full_tensor(op, sources).reshape(rows, columns)
         for first, end in pieces:
@@ -153,10 +153,6 @@ def _blocks(op: Op, sources: Sources) -> Iterator[tuple[int, torch.Tensor]]:
             reader.into(raw, first * columns * item)
             block = torch.from_numpy(raw).view(torch_dtype(op.source_dtype))
             yield first, block.reshape(-1, columns)
-
-
-def _takes_all_rows(op: Op) -> bool:
-    return any(needs_all_rows(term) for term in op.terms)
 
 
 def _full_tensor(op: Op, sources: Sources) -> torch.Tensor:
@@ -188,69 +184,49 @@ def _full_tensor(op: Op, sources: Sources) -> torch.Tensor:
     return as_trained(loaded, op.quantization)  # not rounded to the dtype on disk
 
 
-class _Operands:
-    """Adapter tensors of one operation as full tensors in fp32, each read once."""
-
-    def __init__(self, sources: Sources) -> None:
-        self._sources = sources
-        self._loaded: dict[str, torch.Tensor] = {}
-
-    def __call__(self, name: str) -> torch.Tensor:
-        import torch
-
-        if name not in self._loaded:
-            info = tensor_of(name, self._sources)
-            with Reader(tensor_of(name, self._sources).extents) as reader:
-                stored = torch.from_numpy(reader.read()).view(torch_dtype(info.dtype))
-            self._loaded[name] = stored.reshape(tuple(info.shape)).float()
-        return self._loaded[name]
-
-
-def _with_terms(op: Op, wide: torch.Tensor, first: int, operand: _Operands) -> torch.Tensor:
-    """Apply all terms to fp32 rows from `first` on; may overwrite `wide`."""
-    for term in op.terms:
-        wide = _apply(term, wide, first, operand)
-    return wide
-
-
-def _apply(term: Term, block: torch.Tensor, start: int, operand: _Operands) -> torch.Tensor:
+def _operand(name: str, sources: Sources) -> torch.Tensor:
+    """Return an adapter tensor as a whole, in fp32."""
     import torch
-    from torch.linalg import vector_norm
 
-    match term:
-        case LowRank():
-            return block.add_(_low_rank(term, start, block.shape, operand))
-        case Dora():
-            block.add_(_low_rank(term.pair, start, block.shape, operand))
-            magnitude = operand(term.magnitude)
-            if term.transpose:
-                return block.mul_(magnitude / vector_norm(block, dim=0))
-            magnitude = magnitude[start + term.out_start :][: len(block)]
-            return block.mul_((magnitude / vector_norm(block, dim=1)).unsqueeze(1))
-        case Rows():
-            rows = torch.tensor(term.indices) - start
-            inside = (rows >= 0) & (rows < len(block))
-            block[rows[inside]] = operand(term.values)[inside]
-            return block
+    info = tensor_of(name, sources)
+    stored = torch.from_numpy(read_all(info)).view(torch_dtype(info.dtype))
+    return stored.reshape(info.shape).float()
+
+
+def _apply(
+    term: Term, block: torch.Tensor, start: int, operand: Callable[[str], torch.Tensor]
+) -> torch.Tensor:
+    """Apply a term in place to the fp32 rows of a tensor from `start` on."""
+    import torch
+
+    if isinstance(term, Rows):
+        rows = torch.tensor(term.indices) - start
+        inside = (rows >= 0) & (rows < len(block))
+        block[rows[inside]] = operand(term.values)[inside]
+        return block
+    block.add_(_low_rank(term, start, block.shape, operand(term.a), operand(term.b)))
+    if not term.magnitude:
+        return block
+    magnitude = operand(term.magnitude)[start + term.out_start :][: len(block)]
+    return block.mul_((magnitude / torch.linalg.vector_norm(block, dim=1)).unsqueeze(1))
 
 
 def _low_rank(
-    term: LowRank, start: int, shape: tuple[int, ...], operand: _Operands
+    term: LowRank, start: int, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor
 ) -> torch.Tensor:
     """Return `scale * B @ A` for the rows of a block, experts flattened, in the block's shape."""
     import torch
 
-    a, b = operand(term.a), operand(term.b)
-    if term.experts == 1:
-        return _product(term, start + term.out_start, shape[0], a, b)
+    if term.experts == 1 or term.expert is not None:
+        return _product(term, start + term.out_start, shape[0], *term.factors(a, b))
     height = a.shape[1] if term.transpose else b.shape[0]
     product = torch.empty(shape, dtype=torch.float32)
     row, end = start, start + shape[0]
     while row < end:
         expert, first = divmod(row, height)
         count = min(height - first, end - row)
-        own = term.of_expert(expert, a.shape[0])
-        product[row - start : row - start + count] = _product(own, first, count, a, b)
+        own = _product(term, first, count, *term.factors(a, b, expert))
+        product[row - start : row - start + count] = own
         row += count
     return product
 
@@ -259,8 +235,6 @@ def _product(
     term: LowRank, first: int, count: int, a: torch.Tensor, b: torch.Tensor
 ) -> torch.Tensor:
     """Return rows `[first, first + count)` of one expert's scaled product."""
-    a = a[as_slice(term.a_rows)]
-    b = b[:, as_slice(term.b_columns)]
     height = a.shape[1] if term.transpose else b.shape[0]
     low, high = first, first + count
     if count == 1 < height:  # for a single row BLAS sums in another order: compute two
@@ -285,10 +259,10 @@ def _kernel_term(op: Op, sources: Sources) -> LowRank | None:
     if len(op.terms) != 1 or len(op.shape) != 2 or min(op.shape) < 2:
         return None
     (term,) = op.terms
-    if not isinstance(term, LowRank) or term.transpose or term.experts != 1:
+    if not isinstance(term, LowRank) or term.transpose or term.experts != 1 or term.magnitude:
         return None
     a, b = (tensor_of(name, sources) for name in (term.a, term.b))
-    plain = term.a_rows is None and term.b_columns is None and {a.dtype, b.dtype} <= set(NUMPY)
+    plain = {a.dtype, b.dtype} <= set(NUMPY)
     kernels = library() if plain and a.shape[0] <= MAX_RANK and b.shape[0] > 1 else None
     return term if kernels is not None and kernels.folds else None
 
@@ -308,13 +282,12 @@ def _fold(op: Op, term: LowRank, sources: Sources, written: Written) -> Blocks:
     out: NDArray[np.uint16] = np.empty((largest, columns), np.uint16)
     a_info, b_info = (tensor_of(name, sources) for name in (term.a, term.b))
     assert a_info.shape == (b_info.shape[1], columns), "the kernel reads memory by these sizes"
-    with Reader(tensor_of(term.a, sources).extents) as reader:
-        # bf16 stays 16-bit words, which the kernel widens.
-        raw = reader.read()
-        words = raw.view(np.uint16) if a_info.dtype == "BF16" else widened(raw, a_info.dtype)
-        a = words.reshape(a_info.shape)
+    # bf16 stays 16-bit words, which the kernel widens.
+    raw = read_all(a_info)
+    words = raw.view(np.uint16) if a_info.dtype == "BF16" else widened(raw, a_info.dtype)
+    a = words.reshape(a_info.shape)
     row = b_info.shape[1] * ITEM_BITS[b_info.dtype] // 8
-    with opened(op, sources) as source, Reader(tensor_of(term.b, sources).extents) as reader:
+    with opened(op, sources) as source, Reader(b_info.extents) as reader:
         for first, end in blocks:
             count = end - first
             raw = reader.read((first + term.out_start) * row, count * row)

@@ -1,14 +1,13 @@
 """Expected values of a merge, by numpy alone: blocks of `base + scale * B A`, and their rounding.
 
-with Values(merged, name, dtype, shape) as written:
-    for block in blocks(op, sources, np.float64, sampled=True):
-        written.rows(block.first, block.first + len(block.base)), block.base + block.change
+for block in blocks(op, sources, np.float64, sampled=True):
+    block.base + block.change, written.rows(block.first, block.first + len(block.base))
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, TypeAlias
@@ -17,19 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.weights.files.dtypes import ITEM_BITS, NUMPY, rounded, widened
-from tasks.weights.files.tensors import Reader, Sources, Tensors, part, tensor_of
-from tasks.weights.plan import (
-    Dora,
-    LowRank,
-    Op,
-    Rows,
-    Term,
-    as_slice,
-    matrix_shape,
-    needs_all_rows,
-    operands,
-    row_blocks,
-)
+from tasks.weights.files.tensors import Reader, Sources, Tensor, part, read_all, tensor_of
+from tasks.weights.plan import LowRank, Op, Rows, Term, matrix_shape, operands, row_blocks
 from tasks.weights.rounding import GRIDS, TWO_STEPS, row_keys
 
 Array: TypeAlias = NDArray[Any]
@@ -58,29 +46,22 @@ class Values:
     """
 
     def __init__(
-        self,
-        source: Tensors,
-        key: str,
-        dtype: str,
-        shape: Sequence[int],
-        start: int = 0,
-        packed: Mapping[str, Any] | None = None,
-        transpose: bool = False,
+        self, tensor: Tensor, shape: Sequence[int], start: int = 0, *, transpose: bool = False
     ) -> None:
-        self.dtype, self._columns = dtype, matrix_shape(tuple(shape))[1]
+        self.dtype, self._columns = tensor.dtype, matrix_shape(tuple(shape))[1]
         self._matrix: Array | None = None
         self._reader, count = Reader([]), prod(shape)
-        if packed is not None:
+        if tensor.packed is not None:
             from tasks.weights.quantized.packed import decoded
 
-            flat = decoded(packed, source[key].extents).reshape(-1)[start : start + count]
+            flat = decoded(tensor.packed, tensor.extents).reshape(-1)[start : start + count]
             self._matrix = flat.reshape(-1, self._columns)
         else:
-            item = ITEM_BITS[dtype] // 8
-            self._reader = Reader(part(source[key].extents, start * item, count * item))
+            item = ITEM_BITS[tensor.dtype] // 8
+            self._reader = Reader(part(tensor.extents, start * item, count * item))
         if transpose:
             *stack, rows, columns = shape
-            flat = self._matrix if self._matrix is not None else self.rows(0, count // columns)
+            flat = self.rows(0, count // columns)
             turned = flat.reshape(*stack, columns, rows).swapaxes(-1, -2)
             self._matrix = np.ascontiguousarray(turned).reshape(-1, columns)
 
@@ -98,10 +79,6 @@ class Values:
         raw = self._reader.read(first * row, (end - first) * row)
         return widened(raw, self.dtype).reshape(-1, self._columns)
 
-    def raw(self) -> Array:
-        """Return all bytes as stored."""
-        return self._reader.read()
-
     @cached_property
     def grid(self) -> str:
         """Dtype in which its values are exact: fp32 files often hold a model merged in bf16."""
@@ -113,30 +90,19 @@ class Values:
 
 def base_of(op: Op, sources: Sources) -> Values:
     """Return the values that an operation starts from, as they are stored."""
-    source = sources[op.input]
-    return Values(source, op.key, op.source_dtype, op.shape, op.start, op.packed, op.transpose)
+    return Values(tensor_of(op.source, sources), op.shape, op.start, transpose=op.transpose)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Block:
-    """Rows of one tensor from `first` on: base and change, shape (rows, columns)."""
+    """Rows of one tensor from `first` on; arrays have the shape (rows, columns)."""
 
     first: int
     base: Array
     change: Array
-    # Norms of the rows and of the columns of the change's factors; their product bounds it
-    norms: tuple[tuple[Array, Array], ...] = ()
+    size: Array  # bound of the magnitude of the products in the change
     roundings: int = 0  # most roundings of one element of a product in an fp32 merge
-    # Factor of DoRA by row, (rows, 1), or by column, (1, columns); None without DoRA
-    stretch: Array | None = None
-
-    @property
-    def size(self) -> Array:
-        """Bound of the magnitude of the products in the change."""
-        total = np.zeros(self.base.shape, self.base.dtype)
-        for left, right in self.norms:
-            total += np.outer(left, right)
-        return total
+    stretch: Array | None = None  # DoRA's factor by row, shape (rows, 1); None without DoRA
 
 
 def blocks(
@@ -154,17 +120,18 @@ def blocks(
         read: returns rows of another base than the stored one.
     """
     rows, columns = matrix_shape(op.shape)
-    if any(map(needs_all_rows, op.terms)):
-        cuts = [(0, rows)]
-    else:
-        cuts = _sampled(op, rows) if sampled else list(row_blocks(rows, columns))
-    adapter = _Operands(sources, dtype)
+    cuts = _sampled(op, rows) if sampled else list(row_blocks(rows, columns))
+    adapter: dict[str, Array] = {}
+    for name in (name for term in op.terms for name in operands(term)):
+        info = tensor_of(name, sources)
+        values = widened(read_all(info), info.dtype).reshape(info.shape)
+        adapter[name] = values.astype(dtype, copy=False)
     with base_of(op, sources) as stored:
         for first, end in cuts:
             base = (read or stored.rows)(first, end).astype(dtype, copy=False)
-            block = Block(first, base, np.zeros_like(base))
+            block = Block(first, base, np.zeros_like(base), np.zeros_like(base))
             for term in op.terms:
-                block = _with(term, block, adapter)
+                _add(term, block, adapter)
             yield block
 
 
@@ -177,74 +144,50 @@ def _sampled(op: Op, rows: int) -> list[tuple[int, int]]:
     return [(first, first + _PIECE_ROWS) for first in starts]
 
 
-class _Operands:
-    """Adapter tensors by their names in terms, each read once."""
-
-    def __init__(self, sources: Sources, dtype: type[np.floating[Any]]) -> None:
-        self.sources, self.dtype = sources, dtype
-        self._read: dict[str, Array] = {}
-
-    def __call__(self, name: str) -> Array:
-        if name not in self._read:
-            info = tensor_of(name, self.sources)
-            with Reader(info.extents) as reader:
-                values = widened(reader.read(), info.dtype).reshape(tuple(info.shape))
-            self._read[name] = values.astype(self.dtype, copy=False)
-        return self._read[name]
-
-
-def _with(term: Term, block: Block, adapter: _Operands) -> Block:
+def _add(term: Term, block: Block, adapter: dict[str, Array]) -> None:
     """Add a term to the change of some rows."""
-    first, base, change = block.first, block.base, block.change
+    first, base = block.first, block.base
     if isinstance(term, Rows):
         picked = np.array(term.indices, np.int64) - first
         inside = (picked >= 0) & (picked < len(base))
-        values = adapter(term.values)[inside].reshape(-1, base.shape[1])
-        change[picked[inside]] = values - base[picked[inside]]
-        return block
-    pair = term.pair if isinstance(term, Dora) else term
-    product, (left, right) = _product(pair, first, len(base), adapter)
-    change, roundings = change + product, max(block.roundings, adapter(term.a).shape[0] + 2)
-    if isinstance(term, LowRank):
-        norms = (*block.norms, (left, right))
-        return replace(block, change=change, norms=norms, roundings=roundings)
-    total, magnitude = base + change, adapter(term.magnitude).reshape(-1)
-    if not term.transpose:
-        magnitude = magnitude[first + term.out_start :][: len(base)]
-    axis = 0 if term.transpose else 1
-    norm = np.sqrt(np.square(total, dtype=np.float64).sum(axis=axis))
-    factor = (magnitude / norm).astype(adapter.dtype)
-    size, stretch = np.abs(factor), np.expand_dims(factor, axis)
-    bound = (left, right * size) if term.transpose else (left * size, right)
-    return Block(first, base, total * stretch - base, (bound,), roundings, stretch)
+        values = adapter[term.values][inside].reshape(-1, base.shape[1])
+        block.change[picked[inside]] = values - base[picked[inside]]
+        return
+    a, b = adapter[term.a], adapter[term.b]
+    product, size = _product(term, first, len(base), a, b)
+    block.change, block.size = block.change + product, block.size + size
+    block.roundings = max(block.roundings, len(a) + 2)
+    if not term.magnitude:
+        return
+    total = base + block.change
+    magnitude = adapter[term.magnitude].reshape(-1)[first + term.out_start :][: len(base)]
+    norm = np.sqrt(np.square(total, dtype=np.float64).sum(axis=1))
+    block.stretch = (magnitude / norm).astype(base.dtype)[:, None]
+    block.change, block.size = total * block.stretch - base, block.size * np.abs(block.stretch)
 
 
-def _product(
-    term: LowRank, first: int, rows: int, adapter: _Operands
-) -> tuple[Array, tuple[Array, Array]]:
-    """Return `scale * B A` of some rows, and the norms of its factors' rows and columns.
+def _product(term: LowRank, first: int, rows: int, a: Array, b: Array) -> tuple[Array, Array]:
+    """Return `scale * B A` of some rows, and the products of its factors' norms.
 
-    A stack of experts has a pair of factors for each; the norms of columns are then the largest.
+    A stack of experts has a pair of factors for each.
     """
-    a, b = adapter(term.a), adapter(term.b)
     height = a.shape[1] if term.transpose else b.shape[0]
-    scale, at = adapter.dtype(term.scale), 0
-    products, lefts, rights = [], [], []
+    scale, at = a.dtype.type(term.scale), 0
+    products, sizes = [], []
     while at < rows:
-        low, pair = first + at + term.out_start, term
-        if term.experts > 1:
+        expert, low = 0, first + at + term.out_start
+        if term.experts > 1 and term.expert is None:
             expert, low = divmod(first + at, height)
-            pair = term.of_expert(expert, len(a))
         count = min(height - low, rows - at)
-        right, left = a[as_slice(pair.a_rows)], b[:, as_slice(pair.b_columns)]
+        right, left = term.factors(a, b, expert)
         if term.transpose:
             left, right = right.T, left.T
         left = left[low : low + count]
         products.append((left @ right) * scale)
-        lefts.append(np.linalg.norm(left, axis=1) * np.abs(scale))
-        rights.append(np.linalg.norm(right, axis=0))
+        norms = np.linalg.norm(left, axis=1) * np.abs(scale), np.linalg.norm(right, axis=0)
+        sizes.append(np.outer(*norms))
         at += count
-    return np.concatenate(products), (np.concatenate(lefts), np.max(rights, axis=0))
+    return np.concatenate(products), np.concatenate(sizes)
 
 
 # Unbiased rounding in fp64: `tasks/weights/rounding.py` defines it.

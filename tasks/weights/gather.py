@@ -1,4 +1,8 @@
-"""Plan the gathering of a full fine-tuning: tensors by live name -> keys of the checkpoint.
+"""Plan the gathering of trained tensors, of our own ranks or of another trainer's checkpoint.
+
+    ranks = read_ranks("deepspeed", folder)
+    plan, tensors = plan_adapter_file(ranks)        # keys as PEFT names them
+    plan = plan_full(renamed(ranks), model, ...)    # keys of the base on disk
 
 Tensors that transformers fuses in memory are written split, under the keys of the base on disk, so
 that a program that can load the base can load the result.
@@ -6,14 +10,54 @@ that a program that can load the base can load the result.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 from tasks.core.errors import ContractError, first_and_more
+from tasks.weights.distributed import DistributedCheckpoint, read_distributed
+from tasks.weights.files.names import parse_peft, rename_all, unwrap
 from tasks.weights.files.tensors import Tensors
 from tasks.weights.model import Model
 from tasks.weights.plan import Op, Plan, cast_floats, plain_op
+from tasks.weights.shards import Partitions, read_partitions
+from tasks.weights.zero import ZeroCheckpoint, read_zero
 
+TRAINED = "trained"
+"""Name of the trained tensors among the inputs of a plan."""
 _SHOWN = 100
+Ranks = Partitions | ZeroCheckpoint | DistributedCheckpoint
+
+
+def read_ranks(kind: str, root: Path) -> Ranks:
+    """Open the ranks' files: "shards" are ours, "deepspeed", "distributed" other trainers'."""
+    if kind == "shards":
+        return read_partitions(root)
+    return read_zero(root) if kind == "deepspeed" else read_distributed(root)
+
+
+def trained_names(ranks: Ranks) -> list[str]:
+    """Return the names of what was trained: DeepSpeed also saves frozen parameters."""
+    return [*getattr(ranks, "trained", ranks.tensors)]
+
+
+def plan_adapter_file(ranks: Ranks) -> tuple[Plan, Tensors]:
+    """Plan `adapter_model.safetensors`. Returns the plan, and the trained tensors by its keys."""
+    names = trained_names(ranks)
+    if any(parse_peft(unwrap(name)) for name in names):  # saved by peft's own names
+        keys = {unwrap(name): name for name in names}
+    else:
+        keys = {key: name for name, key in rename_all(names, adapter=True).items()}
+    view = {key: ranks.tensors[name] for key, name in keys.items()}
+    ops = [plain_op(key, f"{TRAINED}:{keys[key]}", info) for key, info in view.items()]
+    left = [f"{TRAINED}:{name}" for name in ranks.tensors if name not in {*names}]
+    return Plan(tuple(ops), dict.fromkeys(left, "frozen: belongs to the base")), view
+
+
+def renamed(ranks: Ranks) -> Tensors:
+    """Return the trained tensors of a full model by live name, without prefixes of wrappers."""
+    keys = rename_all(ranks.tensors, adapter=False)
+    return {key: ranks.tensors[name] for name, key in keys.items()}
 
 
 def plan_full(
@@ -22,17 +66,19 @@ def plan_full(
     *,
     base: Tensors | None = None,
     frozen: bool = False,
+    buffers: Collection[str] = (),
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> Plan:
     """Plan a checkpoint from the trained parameters.
 
     Args:
-        trained: trained parameters by live name without wrapper prefixes; input "trained".
+        trained: trained tensors by live name without wrapper prefixes; input "trained".
         model: the model, described with the keys of the base if there is one.
         base: header entries of the base checkpoint, input "base"; the source of buffers and of
             tensors that the model does not read.
         frozen: take parameters that are not in `trained` from the base, too.
+        buffers: those of `trained` that are buffers; dropped if the model's class has none such.
         dtype: safetensors name for all floats; None keeps the dtype of each tensor.
         max_shard_bytes: limit of tensor data in one output file.
 
@@ -42,10 +88,9 @@ def plan_full(
     """
     towers, base = set(model.towers), base or {}
     known = {*model.parameters, *(slot.live for slot in model.slots)}
-    findings = [
-        *model.findings,
-        *(f"{name}: the model has no such tensor" for name in trained if name not in known),
-    ]
+    foreign = {name for name in map(unwrap, buffers) if name not in known}
+    unknown = [name for name in trained if name not in known | foreign]
+    findings = [*model.findings, *(f"{name}: the model has no such tensor" for name in unknown)]
     ops: list[Op] = []
     for slot in model.slots:
         name = slot.live if slot.live in trained else model.ties.get(slot.live, slot.live)
@@ -56,7 +101,7 @@ def plan_full(
                 findings.append(f"{name}: is {list(tensor.shape)}, the model has {wanted}")
             if not slot.whole:
                 findings.append(f"{key}: fuses {slot.live} with other tensors; cannot be written")
-            op = plain_op(key, f"trained:{name}", tensor)
+            op = plain_op(key, f"{TRAINED}:{name}", tensor)
             op = replace(op, shape=slot.shape, start=slot.start, transpose=slot.transpose)
             ops.append(op)
         elif key in base:
@@ -71,8 +116,13 @@ def plan_full(
             f"gather: trained tensors do not make a checkpoint: {first_and_more(findings)}",
             details=findings[:_SHOWN],
         )
-    copied = {op.key for op in ops if op.input == "base"}
-    unused = sorted(set(base) - copied) if copied else []
-    dropped = {f"base:{key}": "trained" for key in unused}
+    used = {op.source for op in ops}
+    from_base = any(op.input == "base" for op in ops)
+    dropped = {f"base:{k}": "trained" for k in base if from_base and f"base:{k}" not in used}
+    for name in trained:
+        if f"{TRAINED}:{name}" not in used and (name in foreign or name in model.ties):
+            why = "a buffer that the model's class does not have"
+            same = f"the same as {model.ties.get(name)}"
+            dropped[f"{TRAINED}:{name}"] = why if name in foreign else same
     plan = Plan(tuple(ops), dropped, max_shard_bytes)
     return plan if dtype is None else cast_floats(plan, dtype, model.wide)

@@ -21,7 +21,7 @@ PATTERN = r"(.*\.)?({})$"
 SAVED = r"(^|.*\.){}($|\..*)"
 LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 
-_HUGE = 1 << 31
+_HUGE, _POSITIVE = 1 << 31, "a positive number"
 _PEFT = "merge it with peft's merge_and_unload, or serve it unmerged"
 _REFUSED = {
     "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config",
@@ -85,31 +85,29 @@ def _pick(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
     return default
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("is not true or false")
-    return value
+def _checked(is_right: Callable[[Any], bool], what: str) -> Callable[[Any], Any]:
+    """Return a function that returns a right value, and raises ValueError for any other."""
+
+    def convert(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(f"is not {what}")
+        return value
+
+    return convert
 
 
-def _number(value: Any) -> Any:
-    if type(value) not in (int, float) or not 0 < value < _HUGE:
-        raise ValueError("is not a positive number")
-    return value
-
-
-def _rank(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError("is not a positive number")
-    return int(_number(value))
+_flag = _checked(lambda value: isinstance(value, bool), "true or false")
+_number = _checked(lambda value: type(value) in (int, float) and 0 < value < _HUGE, _POSITIVE)
+_rank = _checked(lambda value: type(value) is int and 0 < value < _HUGE, _POSITIVE)
+_bias = _checked(("none", "all", "lora_only").__contains__, "one of none, all, lora_only")
 
 
 def _names(value: Any, frame: str = "") -> tuple[str, ...]:
     """Return a list of names; `frame` is the regular expression that peft builds from each."""
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise ValueError("is not a list of names")
-    if frame:
-        for name in value:
-            re.compile(frame.replace("{}", name))
+    for name in value if frame else ():
+        re.compile(frame.replace("{}", name))
     return tuple(value)
 
 
@@ -139,12 +137,6 @@ def _rows(value: Any) -> dict[str, tuple[int, ...]]:
 def _patterns(value: Any, convert: Callable[[Any], Any]) -> dict[str, Any]:
     _names(list(value), PATTERN)
     return {name: convert(each) for name, each in value.items()}
-
-
-def _bias(value: Any) -> str:
-    if value not in ("none", "all", "lora_only"):
-        raise ValueError("is not one of none, all, lora_only")
-    return str(value)
 
 
 _SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
@@ -190,25 +182,20 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
         try:
             values[name] = convert(value)
         except (ValueError, TypeError, AttributeError, re.error) as error:
-            findings.append(f"{key}={_short(value)}: {error}")
+            findings.append(f"{key}={value!r:.60}: {error}")
     config = AdapterConfig(**values)
     if raw.get("target_modules") is None and not config.target_parameters:
         findings.append("target_modules is null: write out which modules the adapter is for")
     return config, findings
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
     for key in sorted(_REFUSED & set(raw)):
         if raw[key]:
-            yield f"{key}={_short(raw[key])} is not supported: {_PEFT}"
+            yield f"{key}={raw[key]!r:.60} is not supported: {_PEFT}"
     for key in sorted(set(raw) - _READ - _HARMLESS - _REFUSED):
         if raw[key] not in (None, False, [], {}, ""):
-            yield f"{key}={_short(raw[key])} is no LoRA setting of peft 0.21: its effect is unknown"
+            yield f"{key}={raw[key]!r:.60} is no LoRA setting of peft 0.21: its effect is unknown"
     init = raw.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_MUTATING):
         plain = "save it as a plain LoRA (path_initial_model_for_weight_conversion), or "
@@ -219,11 +206,7 @@ def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
             "adapter_config.json"
         )
     elif not any(init is plain or init == plain for plain in _PLAIN_INIT):
-        yield f"init_lora_weights={_short(init)} is unknown"
-
-
-_LINEAR = ("linear", "conv1d")
-_HEADS = ("score", "classifier")
+        yield f"init_lora_weights={init!r:.60} is unknown"
 
 
 def targeted_modules(
@@ -232,22 +215,21 @@ def targeted_modules(
     """Return the modules with a LoRA pair, in the model's order; `modules` has kinds by name."""
     if config.target_modules == ALL_LINEAR:
         if not head and config.task_type == "SEQ_CLS":
-            head = next((name for name in _HEADS if name in modules), "")
-        targets = [name for name, kind in modules.items() if kind in _LINEAR and name != head]
+            head = next((name for name in ("score", "classifier") if name in modules), "")
+        linear = ("linear", "conv1d")
+        targets = [name for name, kind in modules.items() if kind in linear and name != head]
     else:
         targets = [name for name in modules if _is_target(config, name)]
     return [name for name in targets if not _is_excluded(config, name)]
 
 
 def _is_target(config: AdapterConfig, name: str) -> bool:
-    targets = config.target_modules
+    targets, layers = config.target_modules, config.layers_to_transform
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
-    if name in targets:
-        return True
-    if not ends_with(name, targets):
-        return False
-    return not config.layers_to_transform or _layer(config, name) in config.layers_to_transform
+    if name in targets or not ends_with(name, targets):
+        return name in targets
+    return not layers or _layer(config, name) in layers
 
 
 def _layer(config: AdapterConfig, name: str) -> int | None:
@@ -255,20 +237,18 @@ def _layer(config: AdapterConfig, name: str) -> int | None:
     for layers in config.layers_pattern or (r"[^.]*",):
         # Without layers_pattern, peft needs a dot before the name of the list of layers.
         pattern = LAYER if config.layers_pattern else r".*?\.{}\.(\d+)\."
-        match = re.match(pattern.replace("{}", layers), name)
-        if match:
+        if match := re.match(pattern.replace("{}", layers), name):
             return int(match[match.re.groups])
     return None
 
 
 def _is_excluded(config: AdapterConfig, name: str) -> bool:
-    excluded = config.exclude_modules
+    excluded, saved = config.exclude_modules, config.modules_to_save
     if isinstance(excluded, str):
-        if re.fullmatch(excluded, name):
-            return True
-    elif ends_with(name, excluded):
-        return True
-    return any(re.match(SAVED.replace("{}", module), name) for module in config.modules_to_save)
+        is_named = bool(excluded) and re.fullmatch(excluded, name) is not None
+    else:
+        is_named = ends_with(name, excluded)
+    return is_named or any(re.match(SAVED.replace("{}", module), name) for module in saved)
 
 
 def ends_with(name: str, suffixes: Iterable[str]) -> bool:

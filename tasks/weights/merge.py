@@ -1,7 +1,7 @@
-"""Plan a merge of adapters into a base: one operation per tensor on disk.
+"""Plan a merge of an adapter into a base: one operation per tensor on disk.
 
-    plan = plan_merge(base, model, changes(adapters, model))
-    planned = plan_adapters(adapters, base, config, ...)    of folders; also reward models
+    plan = plan_merge(base, model, changes(adapter, model))
+    planned = plan_adapter(adapter, base, config, ...)    of folders; also reward models
 
 Keys, shapes and order of the output are those of the base checkpoint. `Slot`s carry the changes of
 tensors in memory to the tensors on disk.
@@ -33,18 +33,9 @@ from tasks.weights.heads import (
 from tasks.weights.lora import Adapter, Changes, changes, require_values
 from tasks.weights.mapping import Slot
 from tasks.weights.model import CONV1D, Model, model_facts
+from tasks.weights.pairing import INPUT
 from tasks.weights.perform import Perform, perform
-from tasks.weights.plan import (
-    Dora,
-    LowRank,
-    Op,
-    Plan,
-    Planned,
-    Shape,
-    Term,
-    plain_op,
-    with_output,
-)
+from tasks.weights.plan import LowRank, Op, Plan, Planned, Shape, Term, plain_op, with_output
 from tasks.weights.quantized.source import open_model
 from tasks.weights.rounding import Rounding
 from tasks.weights.tokens.vocabulary import resized_config
@@ -66,12 +57,12 @@ def plan_merge(
 
     Args:
         quantization: 4-bit settings of training, as in `Op.quantization`, for the tensors that
-            training stored in 4 bits. With "base": "dequantized" they also apply to tensors that no
-            adapter changes.
-        rounding: rounding of what the adapters change; see `rounding.py`.
+            training stored in 4 bits. With "base": "dequantized" they also apply to tensors that
+            the adapter does not change.
+        rounding: rounding of what the adapter changes; see `rounding.py`.
 
     Raises:
-        ContractError: adapters and base do not fit; has every finding.
+        ContractError: adapter and base do not fit; has every finding.
     """
     merging = _Merging(base, model, changes, quantization)
     # Changes with findings must not be used: their own findings are reported instead.
@@ -107,8 +98,8 @@ class Reward:
     normalisation: Normalisation | None = None
 
 
-def plan_adapters(
-    adapters: Sequence[tuple[Adapter, float]],
+def plan_adapter(
+    adapter: Adapter,
     base: Path,
     config: Mapping[str, Any],
     *,
@@ -121,9 +112,9 @@ def plan_adapters(
     values: bool = True,
     perform: Perform = perform,
 ) -> Planned:
-    """Plan the merge of weighted adapters into the base, in the dtype and files of the output.
+    """Plan the merge of an adapter into the base, in the dtype and files of the output.
 
-    Reads headers of the base, and headers and values of the adapters.
+    Reads headers of the base, and headers and values of the adapter.
 
     Args:
         config: config.json of the base, decoded.
@@ -131,39 +122,36 @@ def plan_adapters(
         dtype: safetensors name for all floats; None keeps the dtype of each tensor.
         max_shard_bytes: limit of tensor data in one output file; None leaves files and dtype open.
         quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
-        reward: of a reward model, which has a single adapter; None for a language model. A base
-            that is a reward model itself keeps its head; with another, the adapter has the full
-            head (`modules_to_save`).
-        values: False leaves the values of the adapters unread.
+        reward: of a reward model; None for a language model. A base that is a reward model itself
+            keeps its head; with another, the adapter has the full head (`modules_to_save`).
+        values: False leaves the values of the adapter unread.
 
     Raises:
-        ContractError: the adapters do not fit the base, or no head exists; has all findings.
+        ContractError: the adapter does not fit the base, or no head exists; has all findings.
     """
     opened, tensors, name = open_model(base), None, ""
     if reward is not None:
         tensors, name, facts = reward_base(opened, config, model_dtype, perform)
     else:
         facts = perform(model_facts, base, model_dtype)
-    total = changes(adapters, facts)
+    total = changes(adapter, facts)
     if reward is not None:
         _require_head(opened, facts, total)
     plan = plan_merge(tensors or opened, facts, total, quantization=quantization, rounding=rounding)
-    read = [adapter for adapter, _ in adapters]
     if values:
-        require_values(read, total.copies)
+        require_values(adapter, total.copies)
     if reward is None:
         merged = merged_config(config, plan)
     else:
         plan = _without_lm_head(plan, opened)
-        beside = read[0].root / "config.json"
+        beside = adapter.root / "config.json"
         stated = read_json(beside) if beside.is_file() else config
         how = reward.normalisation or normalisation_from(stated, "reward: config.json")
         merged = reward_config(config, name, how, reward.endings)
     if max_shard_bytes is not None:
         limit = max_shard_bytes
         plan = with_output(plan, opened, dtype=dtype, max_shard_bytes=limit, wide=facts.wide)
-    sources = {BASE: opened, **{adapter.name: adapter.tensors for adapter in read}}
-    return Planned(plan, sources, merged, facts)
+    return Planned(plan, {BASE: opened, INPUT: adapter.tensors}, merged, facts)
 
 
 def _require_head(base: Tensors, facts: Model, total: Changes) -> None:
@@ -282,19 +270,9 @@ class _Merging:
 
     def _by_key(self, op: Op) -> Op:
         """Add the changes that name a part of a live tensor by its key on disk."""
-        key = op.name
-        if key not in self.changed or key in self.model.parameters:
+        if op.name not in self.changed or op.name in self.model.parameters:
             return op
-        after = self._with(op, Slot(key, op.shape, key, op.shape), key)
-        own = after.terms[len(op.terms) :]
-        changed_twice = op.terms or op.input != BASE
-        if changed_twice and (
-            after.source != op.source or any(isinstance(term, Dora) for term in own)
-        ):
-            self.findings.append(
-                f"{key}: replaced or normalised by one adapter, changed by another"
-            )
-        return after
+        return self._with(op, Slot(op.name, op.shape, op.name, op.shape), op.name)
 
     def _with(self, op: Op, slot: Slot, name: str) -> Op:
         """Add the replacement and the terms that are listed under `name`."""
@@ -326,7 +304,7 @@ class _Merging:
     def _terms(self, slot: Slot, terms: Sequence[Term]) -> Iterator[Term]:
         for term in terms:
             try:
-                yield carry(term, slot, self.changes.operands)
+                yield carry(term, slot)
             except ValueError as error:
                 self.findings.append(str(error))
 
@@ -348,38 +326,30 @@ class _Merging:
         return quantization if op.terms or quantization.get("base") == "dequantized" else None
 
 
-def carry(term: Term, slot: Slot, tensors: Tensors) -> Term:
+def carry(term: Term, slot: Slot) -> Term:
     """Return the term of a live tensor for the part of it that `slot` describes.
 
-    `tensors` are those of the adapters by their names in terms. Raises ValueError if there is no
-    such term, because the arithmetic needs more than the part.
+    Raises ValueError if there is no such term, because the arithmetic needs more than the part.
     """
+    if slot.is_all and not slot.transpose:
+        return term
+    if not isinstance(term, LowRank):
+        raise ValueError(f"{slot.live}: trained rows of a tensor stored transposed or in parts")
+    turned = term.transpose != slot.transpose
+    if term.magnitude and turned:
+        raise ValueError(f"{slot.live}: DoRA needs the norms of its rows, but {slot.key} is turned")
     if slot.is_all:
-        return _turned(term) if slot.transpose else term
-    if not isinstance(term, LowRank | Dora):
-        raise ValueError(f"{slot.live}: trained rows of a tensor that is stored in parts")
+        return replace(term, transpose=turned)
     expert, row = _row(slot)
-    if isinstance(term, Dora):
-        if expert or term.transpose or slot.transpose:
-            raise ValueError(
-                f"{slot.live}: DoRA needs the norms of all rows, but {slot.key} is only a part"
-            )
-        return replace(term, out_start=term.out_start + row)
-    if term.experts > 1:
-        term = term.of_expert(expert, tensors[term.a].shape[0])
-    elif expert:
+    if term.experts == 1 and expert:
         raise ValueError(f"{slot.live}: a stack of experts, but {term.a} is for one matrix")
+    if term.experts > 1:
+        term = replace(term, expert=expert)
     if not slot.transpose:
         return replace(term, out_start=term.out_start + row)
     if prod(slot.shape) != prod(slot.live_shape[-2:]):
         raise ValueError(f"{slot.key}: a transposed part of {slot.live} cannot be changed")
-    return _turned(term)
-
-
-def _turned(term: Term) -> Term:
-    if isinstance(term, LowRank | Dora):
-        return replace(term, transpose=not term.transpose)
-    raise ValueError(f"{type(term).__name__}: not supported on a tensor that is stored transposed")
+    return replace(term, transpose=turned)
 
 
 def _row(slot: Slot) -> tuple[int, int]:

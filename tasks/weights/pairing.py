@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tasks.core.contract import describe
 from tasks.weights.files.dtypes import is_float
@@ -22,8 +23,10 @@ from tasks.weights.files.tensors import Tensors
 from tasks.weights.lora_config import AdapterConfig, ends_with, targeted_modules
 from tasks.weights.mapping import Shape, Slot
 from tasks.weights.model import CONV1D, EMBEDDING, LINEAR, OTHER, Model
-from tasks.weights.plan import Dora, LowRank, Rows, Term
+from tasks.weights.plan import LowRank, Rows, Term
 
+INPUT = "adapter"
+"""Name of an adapter among the inputs of a plan."""
 _FIRST = 3
 """Number of unexpected tensors to name if none of an adapter's tensors is expected."""
 _COPIES = re.compile(
@@ -39,7 +42,7 @@ class Piece:
     """The part of an adapter that changes one tensor: a term, or a tensor that replaces it."""
 
     target: str  # live name of the tensor; its key on disk if that is a part of a live tensor
-    term: Term | None = None  # its operands are plain adapter keys
+    term: Term | None = None
     stored: str = ""  # adapter key of the tensor that replaces the target
     alone: bool = False  # the target is tied and only this one of its names was trained
 
@@ -77,12 +80,13 @@ class Pairing:
 
     def _take(self, target: str, shapes: Mapping[str, Shape], term: Term, *, alone: bool) -> None:
         self.wanted |= shapes
-        self.pieces.append(Piece(target, term, alone=alone))
+        self.pieces.append(Piece(target, term, alone=alone and not self.config.tying))
 
     def _take_full(self, name: str, key: str, *, alone: bool) -> None:
         """Replace a live tensor by a full tensor of the file."""
         self.wanted[key] = self.shape(name) or ()
-        self.pieces.append(Piece(name, stored=key, alone=alone and self._is_alone(name)))
+        alone = alone and self._is_tied(name) and not self.config.tying
+        self.pieces.append(Piece(name, stored=key, alone=alone))
 
     def shape(self, name: str) -> Shape | None:
         """Return the shape of a live tensor; of a grown embedding, with the adapter's rows."""
@@ -97,37 +101,26 @@ class Pairing:
     def _is_tied(self, name: str) -> bool:
         return len(self.model.partners(name)) > 1
 
-    def _is_alone(self, name: str) -> bool:
-        """Return True if a tensor is tied and its names were trained separately."""
-        return self._is_tied(name) and not self.config.tying
-
     def _take_module(self, module: str) -> None:
         """Take the pair on a linear layer or an embedding."""
         config, name, kind = self.config, f"{module}.weight", self.model.modules[module]
-        shape = self.shape(name)
+        shape, is_tied = self.shape(name), self._is_tied(name)
+        way_out = "merge it with peft's merge_and_unload, or train with it in exclude_modules"
         if kind not in (LINEAR, CONV1D, EMBEDDING) or shape is None or len(shape) != 2:
-            self.findings.append(
-                f"{module}: targeted, but no linear layer or embedding: merge the adapter with "
-                "peft's merge_and_unload, or train with it in exclude_modules"
-            )
+            self.findings.append(f"{module}: targeted, but no linear layer or embedding: {way_out}")
             return
-        prefix, rank, scale = PEFT_PREFIX + module, config.rank_of(module), config.scale_of(module)
-        turned = kind != LINEAR
+        if config.dora and (kind != LINEAR or (is_tied and config.tying)):
+            self.findings.append(f"{module}: DoRA on an embedding or a Conv1D layer: {way_out}")
+        rank, turned = config.rank_of(module), kind != LINEAR
         inner, outer = shape if turned else shape[::-1]
         infix, suffix = ("embedding_", "") if kind == EMBEDDING else ("", ".weight")
-        a, b = (f"{prefix}.lora_{infix}{half}{suffix}" for half in "AB")
+        a, b = (f"{PEFT_PREFIX}{module}.lora_{infix}{half}{suffix}" for half in "AB")
         shapes: dict[str, Shape] = {a: (rank, inner), b: (outer, rank)}
-        term: Term = LowRank(a, b, scale, transpose=turned)
-        if config.dora:
-            if config.tying and self._is_tied(name):
-                self.findings.append(
-                    f"{module}: DoRA trains separate magnitudes for each use of a tied embedding, "
-                    "so they are no longer tied; train without ensure_weight_tying"
-                )
-            magnitude = f"{prefix}.lora_magnitude_vector"
+        magnitude = f"{PEFT_PREFIX}{module}.lora_magnitude_vector" if config.dora else ""
+        if magnitude:
             shapes[magnitude] = (outer,)
-            term = Dora(a, b, magnitude, scale, transpose=turned)
-        self._take(name, shapes, term, alone=self._is_alone(name))
+        term = _pair(a, b, config.scale_of(module), transpose=turned, magnitude=magnitude)
+        self._take(name, shapes, term, alone=is_tied)
 
     def _take_parameters(self) -> None:
         """Take the pairs on single parameters (`target_parameters`).
@@ -156,9 +149,8 @@ class Pairing:
         rank = self.config.rank_of(name) * experts
         turned = len(shape) == 3 and self._is_turned(module, name, (a, b), rank)
         inner, outer = shape[-2:] if turned else shape[:-3:-1]
-        term = LowRank(a, b, self.config.scale_of(name), transpose=turned, experts=experts)
-        shapes = {a: (rank, inner), b: (outer, rank)}
-        self._take(name, shapes, term, alone=self._is_alone(name))
+        term = _pair(a, b, self.config.scale_of(name), transpose=turned, experts=experts)
+        self._take(name, {a: (rank, inner), b: (outer, rank)}, term, alone=self._is_tied(name))
 
     def _is_turned(self, module: str, name: str, pair: tuple[str, str], rank: int) -> bool:
         """Return True if A works on the second to last axis of a stack of experts, B on the last.
@@ -219,7 +211,8 @@ class Pairing:
                 self.findings.append(f"{module}: token {outside[0]} is outside its {shape[0]} rows")
             key = f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta"
             alone = self._is_tied(name) and not together
-            self._take(name, {key: (len(indices), shape[1])}, Rows(key, indices), alone=alone)
+            term = Rows(f"{INPUT}:{key}", indices)
+            self._take(name, {key: (len(indices), shape[1])}, term, alone=alone)
 
     def _take_biases(self, modules: Collection[str], saved: Collection[str]) -> None:
         """Take every bias that was trained itself (`bias` "all" or "lora_only")."""
@@ -304,6 +297,11 @@ class Pairing:
                     original = "" if ".original_module." in key else piece.stored
                     return f"tied to {holder}, which is stored too", original
         return "", ""
+
+
+def _pair(a: str, b: str, scale: float, *, magnitude: str = "", **how: Any) -> LowRank:
+    magnitude = f"{INPUT}:{magnitude}" if magnitude else ""
+    return LowRank(f"{INPUT}:{a}", f"{INPUT}:{b}", scale, magnitude=magnitude, **how)
 
 
 def pair_by_names(

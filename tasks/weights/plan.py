@@ -1,24 +1,28 @@
 """The plan of a gather, merge or convert: one operation per output tensor, as plain data.
 
     plan = Plan(ops, dropped, max_shard_bytes)
-    validate(plan, sources)         every input byte once, or dropped for a reason; `validate.py`
+    validate(plan, sources)         every input byte once, or dropped for a reason
     write(plan, sources, out)       only computes; `write.py`
 
 Planning decides everything, from headers alone: the bytes, shape and dtype of every output tensor,
-and that every input tensor is used or dropped. Dtypes are safetensors names.
+and that every input tensor is used or dropped. After `validate` no key or dtype can fail during
+execution; only disks can. Dtypes are safetensors names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from tasks.core.contract import describe
+from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, casts, is_float
 from tasks.weights.files.reader import WEIGHTS, files_of
-from tasks.weights.files.tensors import Sources, Tensor, Tensors
+from tasks.weights.files.tensors import Sources, Tensor, Tensors, find
 from tasks.weights.rounding import GRIDS
 
 if TYPE_CHECKING:
@@ -26,8 +30,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["copy", "cast", "compute"]
 Shape = tuple[int, ...]
-Stride = tuple[int, int, int]
-"""(start, stop, step), as in `range`."""
 
 # Terms: changes of a tensor by an adapter. Operands are adapter tensors, "<input>:<key>".
 
@@ -37,49 +39,28 @@ class LowRank:
     """`W + scale * B @ A`, or its transpose: LoRA on a linear layer, an embedding, an expert.
 
     LoRA: https://arxiv.org/abs/2106.09685, rank-stabilised scale: https://arxiv.org/abs/2312.03732.
+    With `magnitude` DoRA, https://arxiv.org/abs/2402.09353: the sum is scaled to these norms of its
+    rows. It is then the only term of its tensor, and not transposed.
     """
 
     a: str  # lora_A, shape (rank, in)
     b: str  # lora_B, shape (out, rank)
     scale: float
     transpose: bool = False  # add the product's transpose (embeddings, Conv1D)
-    a_rows: Stride | None = None  # the rows of A that belong to this expert; None for all
-    b_columns: Stride | None = None  # the columns of B that belong to this expert; None for all
     # Row of the (possibly transposed) product at which the output begins, if it is one part of a
     # fused tensor
     out_start: int = 0
-    # Number of experts in a 3-D output (experts, rows, columns); 1 for a matrix. In peft's layout
-    # expert `e` has the rows `e * rank ... (e + 1) * rank` of A and every `experts`-th column of B
-    # from `e` on
+    # Number of experts that A and B have factors of; 1 for a matrix. In peft's layout expert `e`
+    # has the rows `e * rank ... (e + 1) * rank` of A and every `experts`-th column of B from `e` on
     experts: int = 1
+    expert: int | None = None  # the only expert in the output; None for a stack of all
+    magnitude: str = ""  # DoRA's norms, shape (out,)
 
-    def of_expert(self, index: int, rows_of_a: int) -> LowRank:
-        """Return the term of one expert's matrix; `rows_of_a` counts all experts together."""
-        rank = rows_of_a // self.experts
-        a_rows, b_columns = (index * rank, (index + 1) * rank, 1), (index, rows_of_a, self.experts)
-        return replace(self, a_rows=a_rows, b_columns=b_columns, experts=1)
-
-
-@dataclass(frozen=True)
-class Dora:
-    """`m * (W + scale * B @ A) / |W + scale * B @ A|`, with the norm of each output feature.
-
-    DoRA: https://arxiv.org/abs/2402.09353. It is the only term of its tensor. Without `transpose` a
-    feature is a row of the output. With `transpose` it is a column, whose norm needs every row, and
-    `out_start` is 0. `magnitude` is `m`, shape (out,); other operands are those of `LowRank`.
-    """
-
-    a: str
-    b: str
-    magnitude: str
-    scale: float
-    transpose: bool = False
-    out_start: int = 0
-
-    @property
-    def pair(self) -> LowRank:
-        """The product that is added before the norm."""
-        return LowRank(self.a, self.b, self.scale, self.transpose, out_start=self.out_start)
+    def factors(self, a: Any, b: Any, expert: int = 0) -> tuple[Any, Any]:
+        """Return A and B of one expert, as arrays of numpy or torch."""
+        expert = expert if self.expert is None else self.expert
+        rank = len(a) // self.experts
+        return a[expert * rank : (expert + 1) * rank], b[:, expert :: self.experts]
 
 
 @dataclass(frozen=True)
@@ -90,24 +71,18 @@ class Rows:
     indices: tuple[int, ...]
 
 
-Term = LowRank | Dora | Rows
-OPERANDS = ("a", "b", "magnitude", "values")
-"""Fields of terms that name adapter tensors."""
-
-
-def needs_all_rows(term: Term) -> bool:
-    """Return True if the term takes norms of columns: its block has to be the full tensor."""
-    return isinstance(term, Dora) and term.transpose
-
-
-def as_slice(stride: Stride | None) -> slice:
-    """Return a stride as a slice; None for all."""
-    return slice(None) if stride is None else slice(*stride)
+Term = LowRank | Rows
 
 
 def operands(term: Term) -> tuple[str, ...]:
     """Return the names of the adapter tensors that a term reads."""
-    return tuple(getattr(term, name) for name in OPERANDS if hasattr(term, name))
+    names = (term.values,) if isinstance(term, Rows) else (term.a, term.b, term.magnitude)
+    return tuple(filter(None, names))
+
+
+def is_dora(op: Op) -> bool:
+    """Return True if the rows of the output are scaled to trained norms."""
+    return any(isinstance(term, LowRank) and term.magnitude for term in op.terms)
 
 
 @dataclass(frozen=True)
@@ -294,3 +269,111 @@ def cast_floats(plan: Plan, dtype: str, wide: Collection[str] = ()) -> Plan:
         for op in plan.ops
     )
     return replace(plan, ops=tuple(ops))
+
+
+_SHOWN = 50
+_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+
+
+def validate(plan: Plan, sources: Sources) -> None:
+    """Check a plan against its inputs by the names that the plan uses, headers only.
+
+    Raises:
+        ContractError: lists every finding: input tensors that are missing, of another dtype, too
+            short, used twice or unused; output names planned twice; casts between dtypes that
+            cannot be cast; empty tensors.
+    """
+    if findings := list(plan_findings(plan, sources)):
+        raise ContractError(
+            f"plan does not fit its inputs: {first_and_more(findings)}", details=findings[:_SHOWN]
+        )
+
+
+def plan_findings(plan: Plan, sources: Sources) -> Iterator[str]:
+    """Yield everything that is wrong with a plan, one line each."""
+    counts = Counter(op.name for op in plan.ops)
+    yield from (f"{name}: planned {n} times" for name, n in counts.items() if n > 1)
+    if not plan.ops:
+        yield "the plan has no operations"
+    for op in plan.ops:
+        yield from (f"{op.name}: {text}" for text in _op_findings(op, sources))
+    # Every input tensor is used once and in full, or dropped for a reason.
+    used: dict[str, list[tuple[int, int, str]]] = {}
+    shared = {*plan.untied, *plan.copied}
+    for op in sorted(plan.ops, key=lambda op: op.name in shared):
+        if op.name in shared and op.source in used:
+            continue  # a tied tensor, or one that was, is read for both of its names
+        if op.encoding is None or op.encoding.part == "weight":  # scales have the same source
+            used.setdefault(op.source, []).append((op.start, op.start + prod(op.shape), op.name))
+    by_terms = {name for op in plan.ops for term in op.terms for name in operands(term)}
+    for name in plan.dropped:
+        if isinstance(find(name, sources), str):
+            yield f"{name}: to be dropped, but it is in no input"
+        elif name in used or name in by_terms:
+            yield f"{name}: to be dropped, but also used"
+    for input_name, source in sources.items():
+        for key, info in source.items():
+            name = f"{input_name}:{key}"
+            if name in used:
+                yield from _part_findings(name, info.numel, used[name])
+            elif name not in by_terms and name not in plan.dropped:
+                yield f"{name}: {describe(info.shape, info.dtype)} is used by nothing"
+
+
+def _part_findings(name: str, size: int, parts: Iterable[tuple[int, int, str]]) -> Iterator[str]:
+    at, last = 0, ""
+    for first, end, op in [*sorted(parts), (size, size, "")]:
+        if first > at:
+            yield f"{name}: elements {at} to {first} are used by nothing"
+        elif first < at and op:
+            yield f"{name}: is used by {last} and by {op}"
+        at, last = max(at, end), op
+
+
+def _op_findings(op: Op, sources: Sources) -> Iterator[str]:
+    """Yield what is wrong with one operation; planners have compared the shapes of its terms."""
+    for name in (name for term in op.terms for name in operands(term)):
+        operand = find(name, sources)
+        if isinstance(operand, str):
+            yield operand
+        elif not is_float(operand.dtype):
+            yield f"{name}: {operand.dtype} is not a float dtype"
+    tensor = find(op.source, sources)
+    if isinstance(tensor, str):
+        yield tensor
+        return
+    if op.dtype not in ITEM_BITS:
+        yield f"unknown dtype {op.dtype}"
+        return
+    if op.transpose and len(op.shape) < 2:
+        yield f"{list(op.shape)} cannot be transposed"
+        return
+    if not prod(op.shape):
+        yield f"{describe(op.shape, op.dtype)} has no elements"
+    if tensor.dtype != op.source_dtype:
+        yield f"{op.source} is {tensor.dtype}, planned as {op.source_dtype}"
+    else:
+        yield from _extent_findings(op, tensor)
+    cast = op.dtype != op.source_dtype and op.encoding is None
+    if cast and not {op.dtype, op.source_dtype} <= _FLOATS:
+        yield f"{op.source_dtype} cannot be cast to {op.dtype}"
+    if op.terms and not is_float(op.dtype):
+        yield f"{op.dtype} is not a float dtype, so nothing can be added to it"
+
+
+def _extent_findings(op: Op, tensor: Tensor) -> Iterator[str]:
+    size, wanted = tensor.numel, op.start + prod(op.read_shape)
+    stored = describe(tensor.shape, tensor.dtype)
+    if op.start < 0 or wanted > size:
+        text = f"elements {op.start} to {wanted}" if op.start else describe(op.shape, op.dtype)
+        yield f"needs {text}, {op.source} is {stored}"
+    elif op.start == 0 and wanted == size:
+        read = op.read_shape
+        read = (*read[:-2], read[-1], read[-2]) if op.transpose else read
+        # A leading axis may be split or merged.
+        split = {len(read), len(tensor.shape)} == {2, 3} and read[-1] == tensor.shape[-1]
+        if read != tuple(tensor.shape) and not split:
+            yield f"must be {list(op.shape)}, {op.source} is {list(tensor.shape)}"
+    # The files of a packed matrix hold 4 bits for an element, and scales.
+    if op.packed is None and tensor.nbytes != size * ITEM_BITS[tensor.dtype] // 8:
+        yield f"{op.source}: {stored}, but its files hold {tensor.nbytes} bytes"

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.core.contract import Check
+from tasks.weights.compute import opened
 from tasks.weights.expected import (
     Array,
     Block,
@@ -44,12 +45,12 @@ from tasks.weights.expected import (
 )
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, MANTISSA, NUMPY, rounded, torch_dtype, ulp
-from tasks.weights.files.tensors import Sources, Tensors
+from tasks.weights.files.tensors import Sources, Tensor, Tensors, read_all
 from tasks.weights.heads import detect, read_folder
 from tasks.weights.lora import read_adapter
-from tasks.weights.merge import BASE, Reward, plan_adapters
+from tasks.weights.merge import BASE, Reward, plan_adapter
 from tasks.weights.perform import Perform, perform
-from tasks.weights.plan import Dora, Op, Plan, Planned, matrix_shape, needs_all_rows
+from tasks.weights.plan import Op, Plan, Planned, is_dora, matrix_shape
 from tasks.weights.quantized.packed import LEVELS
 from tasks.weights.rounding import GRIDS
 
@@ -97,7 +98,7 @@ def _recomputed(op: Op, sources: Sources, merged: Tensors) -> Recomputed:
     if reason:
         return Recomputed(op.name, skipped=reason)
     elements, wrong = 0, 0
-    with Values(merged, op.name, op.dtype, op.shape) as written:
+    with Values(merged[op.name], op.shape) as written:
         read = _rows_as_trained(op, sources)
         for block in blocks(op, sources, np.float64, sampled=True, read=read):
             values = written.rows(block.first, block.first + len(block.base))
@@ -175,8 +176,8 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
         ArtifactError: a file cannot be read.
     """
     folder, config = read_folder(adapter), read_json(base / "config.json")
-    return plan_adapters(
-        [(read_adapter(adapter, beside=folder.beside), 1.0)],
+    return plan_adapter(
+        read_adapter(adapter, beside=folder.beside),
         base,
         config,
         model_dtype="bfloat16",
@@ -342,7 +343,7 @@ def prove_merge(
     total = Sums()
     for op, verdict in zip(wanted, verdicts, strict=True):
         right = verdict.state is State.RIGHT and verdict.touched and not verdict.dequantized
-        if right and verdict.sums is not None and not _is_dora(op):
+        if right and verdict.sums is not None and not is_dora(op):
             total.exact += verdict.sums.exact
             total.nearest += verdict.sums.nearest
     return Proof(verdicts, *total.closest, total.kept_share)
@@ -359,7 +360,7 @@ def _verdict(op: Op, sources: Sources, merged: Tensors) -> Verdict:
     if not reason and stored.dtype not in NUMPY:
         reason = f"stored in {stored.dtype}"
     if reason:
-        if not touched and _same_bytes(op, sources, merged):
+        if not touched and _same_bytes(op, sources, stored):
             return Verdict(op.name, State.RIGHT, touched)
         return Verdict(op.name, State.NOT_COMPARED, touched, note=reason)
     if shape != op.shape:
@@ -369,10 +370,10 @@ def _verdict(op: Op, sources: Sources, merged: Tensors) -> Verdict:
             return Verdict(op.name, State.NOT_COMPARED, touched, note=note)
         note = f"{shape[0]} rows, {op.shape[0]} in the base: {rows} are compared"
         op = replace(op, shape=(rows, *op.shape[1:]))
-    with Values(merged, op.name, stored.dtype, op.shape) as values:
+    with Values(stored, op.shape) as values:
         sums = compare(op, sources, values)
         state, scale, packed = State.RIGHT, 1.0, False
-        if not sums.is_right(DORA_MARGIN if _is_dora(op) else SCALE_MARGIN):
+        if not sums.is_right(DORA_MARGIN if is_dora(op) else SCALE_MARGIN):
             state, scale, packed = _diagnosis(op, sources, values, sums)
     return Verdict(op.name, state, touched, scale, packed, sums, note)
 
@@ -399,27 +400,17 @@ def _state_of(scale: float) -> State:
     return State.TWICE if abs(scale - 2.0) <= _NEAR else State.SCALED
 
 
-def _is_dora(op: Op) -> bool:
-    return any(isinstance(term, Dora) for term in op.terms)
-
-
 def _common_rows(op: Op, shape: Sequence[int]) -> int:
     """Return the number of rows that two embeddings share; 0 for other shapes."""
     matrices = len(op.shape) == len(shape) == 2 and op.shape[1] == shape[1]
-    if not matrices or op.transpose or any(map(needs_all_rows, op.terms)):
-        return 0
-    return min(op.shape[0], shape[0])
+    return 0 if not matrices or op.transpose else min(op.shape[0], shape[0])
 
 
-def _same_bytes(op: Op, sources: Sources, merged: Tensors) -> bool:
-    tensor = merged[op.name]
+def _same_bytes(op: Op, sources: Sources, tensor: Tensor) -> bool:
     if op.packed is not None or op.transpose or tensor.dtype != op.source_dtype:
         return False
-    with (
-        base_of(op, sources) as base,
-        Values(merged, op.name, tensor.dtype, tensor.shape) as values,
-    ):
-        return np.array_equal(base.raw(), values.raw())
+    with opened(op, sources) as base:
+        return np.array_equal(base.read(), read_all(tensor))
 
 
 def _may_be_packed(op: Op) -> bool:
@@ -461,7 +452,7 @@ def compare(
             bound = np.full(np.count_nonzero(at), _FLOOR)
             if not exact or touched or merged.grid != stored:
                 ulps = _ROUNDED_TWICE_ULPS if narrowed or not exact else 1.0
-                ulps = max(ulps, _DORA_ULPS) if _is_dora(op) else ulps
+                ulps = max(ulps, _DORA_ULPS) if is_dora(op) else ulps
                 size = np.maximum(np.abs(base), np.abs(base + change))[at]
                 bits = min(MANTISSA.get(op.dtype, 23), MANTISSA[stored], _PRODUCT_BITS)
                 bound += ulps * 1.001 * ulp(size, coarse) + 2.0**-bits * block.size[at]

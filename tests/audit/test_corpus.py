@@ -11,9 +11,11 @@ from tasks.audit.check import CHECKS, Finding, Severity
 from tasks.audit.checks.exports import read_gguf
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError, PlumblineError
+from tasks.delivery.base import BaseChoice
 from tasks.delivery.examination import examine
-from tasks.delivery.plan import Request, Target, prepare
-from tasks.delivery.source import read_sources
+from tasks.delivery.plan import Request, prepare
+from tasks.delivery.source import recognise
+from tasks.delivery.tokens import Tokens
 from tests.audit.corpus import Broken, Corpus
 from tests.audit.corpus.broken_models import BROKEN_MODELS
 from tests.audit.corpus.broken_tuned import BROKEN_TUNED, export
@@ -35,12 +37,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def refused(folder: Path, base: Path | None) -> str:
     """Return why `deliver` refuses the folder from headers; "" if it plans the delivery."""
     try:
-        checkpoint, adapters = read_sources(str(folder), [])
-        if checkpoint.kind == "adapter" and base is None:
+        source = recognise(folder)
+        if source.kind == "adapter" and base is None:
             return ""  # nothing to compare with
-        examine([folder], None if checkpoint.kind == "model" else base)
-        target = Target("bfloat16", 10**9)
-        prepare(Request(checkpoint=checkpoint, base=base, target=target, adapters=tuple(adapters)))
+        examine(folder, None if source.kind == "model" else base)
+        how = {"tokens": Tokens(folder, None), "choice": BaseChoice("original")}
+        prepare(Request(source=source, base=base, dtype="bfloat16", max_shard_bytes=10**9, **how))
     except PlumblineError as error:
         return error.message
     return ""

@@ -1,4 +1,4 @@
-"""Adapters as peft saves them: embeddings, several at once, layouts of versions, light ones."""
+"""Adapters as peft saves them: embeddings, layouts of versions, light ones."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from safetensors.torch import load_file, save_file
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import direct, plan
 from tasks.audit.run import audit
-from tasks.serving.reference.load import load_model
-from tasks.serving.reference.requests import ModelRef
 from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
-from tests.delivery.making import Tensors, differing, merged_by_peft, with_rows
+from tests.delivery.making import differing, merged_by_peft, with_rows
 from tests.weights.adapters.making import save, train
-from tests.weights.families import making as families
 from tests.weights.families.making import FAMILIES, FUSED, make_model, save_adapter
-from tests.weights.making import Spread, save_tokenizer, small_config, state_of, trained_model
+from tests.weights.making import save_tokenizer, small_config, state_of
 
 Run = Callable[..., Done]
 ROWS = small_config("qwen").vocab_size
@@ -96,50 +93,6 @@ def test_is_delivered_as_peft_merges_it(here, name, bases, tmp_path) -> None:
     assert ("lm_head.weight" in ours) is not served_tied
     assert differing(ours, theirs) == []
     assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
-
-
-BASE = "merge.base=original"
-WEIGHTS = (0.7, -0.3)
-
-
-@pytest.fixture(scope="module")
-def second(place: Path, base: Path) -> Path:
-    """An adapter with another rank, on some of the modules."""
-    spread = Spread(rank=2, alpha=8, rslora=True, targets=["q_proj", "down_proj"])
-    trained_model(base, spread, 5).save_pretrained(place / "second")
-    return place / "second"
-
-
-def _merged(base: Path, weighted: dict[Path, float]) -> Tensors:
-    return dict(families.merged_by_peft(base, *weighted.items()).state_dict())
-
-
-def test_are_added_up_with_their_weights(here, adapter, second, base, tmp_path) -> None:
-    weighted = dict(zip((adapter, second), WEIGHTS, strict=True))
-    words = ",".join(f"{folder}:{weight}" for folder, weight in weighted.items())
-    done = here(f"adapters=[{words}]", f"base={base}", BASE)
-    assert done.stages == ["audit", "merge", "convert"]
-    assert differing(state_of(tmp_path / "out"), _merged(base, weighted)) == []
-    manifest = json.loads(Path(done.summary["stages"][1]["artifact"], "manifest.json").read_text())
-    named = dict(zip(("adapter", "adapter_2"), WEIGHTS, strict=True))
-    assert manifest["notes"]["adapters"] == manifest["config"]["weights"] == named
-    assert set(manifest["inputs"]) == {*named, "base"}
-
-
-def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, base: Path) -> None:
-    from tests.weights.making import PROBES
-
-    weighted = dict(zip((adapter, second), WEIGHTS, strict=True))
-    named = {str(folder): weight for folder, weight in weighted.items()}
-    model = load_model(ModelRef(base, weighted=named, dtype="float32"))
-    merged, plain = (load_model(ModelRef(base, dtype="float32")) for _ in range(2))
-    merged.load_state_dict({k: v.float() for k, v in _merged(base, weighted).items()})
-    ids = torch.tensor([PROBES[0]])
-    with torch.no_grad():
-        actual, wanted, before = (each(input_ids=ids).logits for each in (model, merged, plain))
-    # The merged weights were rounded to bf16, the unmerged ones were not.
-    torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.05)
-    assert not torch.allclose(before, wanted, rtol=0.05, atol=0.05)
 
 
 @pytest.fixture(scope="module")

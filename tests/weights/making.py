@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tasks.convert import convert
-from tasks.delivery.plan import Target, plan_trained
+from tasks.delivery.plan import plan_trained
 from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef
@@ -29,7 +29,7 @@ from tasks.serving.reference import requests
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
 from tasks.weights.lora import read_adapter
-from tasks.weights.merge import plan_adapters
+from tasks.weights.merge import plan_adapter
 from tasks.weights.perform import perform
 from tasks.weights.plan import Planned
 from tasks.weights.quantized.nf4 import as_trained
@@ -288,9 +288,11 @@ def hand_off(
     perform: Any = perform,
 ) -> dict[str, Any]:
     """Return the arguments of merge and convert; rounding is to nearest, as peft does."""
-    target = Target(dtype, parse_size(max_shard_size))
     section = {"base": base_mode, "rounding": rounding}
-    planned = plan_trained(trained, weights, base, target, section, perform)
+    limit = parse_size(max_shard_size)
+    planned = plan_trained(
+        trained, weights, base, section, dtype=dtype, max_shard_bytes=limit, perform=perform
+    )
     log = logging.getLogger("tests.weights")
     return {"planned": lambda: planned, "perform": perform, "log": log}
 
@@ -329,4 +331,4 @@ def planned(adapter: Path, base: Path, **settings: Any) -> Planned:
     config = json.loads((base / "config.json").read_text())
     options = {"model_dtype": "bfloat16", "dtype": None, "max_shard_bytes": 5 * 10**9}
     options |= {"rounding": "nearest", **settings}
-    return plan_adapters([(read_adapter(adapter), 1.0)], base, config, **options)
+    return plan_adapter(read_adapter(adapter), base, config, **options)

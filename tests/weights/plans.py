@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.files.reader import ADAPTER, read_checkpoint
 from tasks.weights.files.tensors import Tensors
-from tasks.weights.plan import Dora, LowRank, Op, Plan, Rows
+from tasks.weights.plan import LowRank, Op, Plan, Rows
 
 WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
 SCALE = 1.7
@@ -34,7 +34,6 @@ def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
         "fused": draw(3, 10, 24).bfloat16(),
         "ids": torch.arange(7),
         "dora": draw(33, 70).bfloat16(),
-        "turned": draw(24, 72).bfloat16(),
         "stack": draw(3, 24, 16).bfloat16(),
     }
     adapter = {
@@ -43,7 +42,6 @@ def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
         "conv.A": draw(4, 24), "conv.B": draw(72, 4),
         "rows": draw(2, 24),
         "dora.A": draw(4, 70), "dora.B": draw(33, 4), "dora.m": draw(33).abs(),
-        "turned.A": draw(4, 24), "turned.B": draw(72, 4), "turned.m": draw(72).abs(),
         "stack.A": draw(6, 16), "stack.B": draw(24, 6),
     }  # fmt: skip
     return base, adapter
@@ -93,9 +91,7 @@ def make_plan(*, max_shard_bytes: int | None = 40_000) -> Plan:
     ops["tall"] = changed("tall", pair("tall"))
     ops["conv"] = changed("conv", pair("conv", transpose=True))
     ops["embed"] = changed("embed", Rows("adapter:rows", (0, 69)))
-    for name in ("dora", "turned"):
-        factors = (f"adapter:{name}.{part}" for part in ("A", "B", "m"))
-        ops[name] = changed(name, Dora(*factors, SCALE, transpose=name == "turned"))
+    ops["dora"] = changed("dora", pair("dora", magnitude="adapter:dora.m"))
     ops["stack"] = changed("stack", pair("stack", experts=3))
     ops["norm"] = Op("norm", (24,), "BF16", "base:norm", "F32")
     del ops["fused"]
@@ -119,11 +115,9 @@ def expected() -> dict[str, torch.Tensor]:
         results[name] = (base[name].float() + change).bfloat16()
     results["embed"] = base["embed"].clone()
     results["embed"][[0, 69]] = adapter["rows"].bfloat16()
-    for name, axis in (("dora", 1), ("turned", 0)):
-        change = (adapter[f"{name}.B"] @ adapter[f"{name}.A"]) * SCALE
-        wide = base[name].float() + (change if axis else change.T)
-        factor = adapter[f"{name}.m"] / torch.linalg.norm(wide, dim=axis)
-        results[name] = (wide * (factor[:, None] if axis else factor)).bfloat16()
+    wide = base["dora"].float() + (adapter["dora.B"] @ adapter["dora.A"]) * SCALE
+    factor = adapter["dora.m"] / torch.linalg.norm(wide, dim=1)
+    results["dora"] = (wide * factor[:, None]).bfloat16()
     # In peft's layout every third column of B belongs to one expert.
     parts = (adapter["stack.B"][:, e::3] @ adapter["stack.A"][2 * e :][:2] for e in range(3))
     change = torch.stack(list(parts)) * SCALE

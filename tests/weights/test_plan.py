@@ -10,9 +10,8 @@ import torch
 
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.files.tensors import Tensors
-from tasks.weights.plan import LowRank, Plan
+from tasks.weights.plan import LowRank, Plan, plan_findings, validate
 from tasks.weights.shards import rank_file, read_partitions
-from tasks.weights.validate import plan_findings, validate
 from tests.weights.making import Spread, alter_ranks, write_shards
 from tests.weights.plans import make_inputs, make_plan
 

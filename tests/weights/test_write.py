@@ -30,7 +30,7 @@ from tests.weights.plans import copied, expected, make_inputs, make_plan, tensor
 from tests.weights.rounding import rounded_alike
 
 Inputs = dict[str, Tensors]
-LOOSE = {"dora", "turned", "stack"}
+LOOSE = {"dora", "stack"}
 """Tensors with norms or several experts, whose sums may be rounded otherwise."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tasks.core.errors import ArtifactError
 from tasks.core.machine import available_memory
 from tasks.serving.llama_cpp import gguf_file
-from tasks.serving.reference.peft_adapters import first_lines, with_adapters
+from tasks.serving.reference.peft_adapters import first_lines, with_adapter
 from tasks.serving.reference.requests import ModelRef
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import PEFT_PREFIX, unwrap, without_wrappers
@@ -27,13 +27,12 @@ FILLED = 0.8
 
 
 def load_model(model: ModelRef, *, as_stored: bool = False) -> Any:
-    """Load a causal language model in eval mode, its adapters unmerged in their stored dtype.
+    """Load a causal language model in eval mode, its adapter unmerged in its stored dtype.
 
     `as_stored` is that of `from_folder`.
     """
     loaded = from_folder(None, model.path, as_stored=as_stored, **options(model))
-    weighted = model.weighted or ({} if model.adapter is None else {str(model.adapter): 1.0})
-    loaded = (with_adapters(loaded, weighted) if weighted else loaded).eval()
+    loaded = (loaded if model.adapter is None else with_adapter(loaded, model.adapter)).eval()
     if model.float32:
         widen(loaded)
     return loaded

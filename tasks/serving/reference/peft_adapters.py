@@ -1,4 +1,4 @@
-"""Load adapters onto a model with peft, unmerged, as the reference of a delivery.
+"""Load an adapter onto a model with peft, unmerged, as the reference of a delivery.
 
 Some adapters need more than peft's loader does: the number of embedding rows that they were trained
 with, factors in the layout of the installed peft version, and their stored dtype.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +23,28 @@ from tasks.weights.pickled.torch_file import read_state
 from tasks.weights.plan import LowRank
 
 
-def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
-    """Load adapters onto a model, unmerged. peft sums the changes of all active adapters.
+def with_adapter(model: Any, folder: Path) -> Any:
+    """Load an adapter onto a model, unmerged.
 
-    `weighted` has the weight of each adapter's change, by folder. Raises ArtifactError if a folder
-    has no adapter, or the adapter does not fit the model.
+    Raises ArtifactError if the folder has no adapter, or it does not fit the model.
     """
     from peft import PeftModel
     from safetensors import SafetensorError
 
-    names = ["default", *(f"further_{index}" for index in range(1, len(weighted)))]
-    (first, *others), how = names, {"autocast_adapter_dtype": False, "is_trainable": False}
-    adapters = dict(zip(names, (read_adapter(Path(folder)) for folder in weighted), strict=True))
-    live = live_model(model)
-    _grow(model, live, list(adapters.values()))
+    adapter, live = read_adapter(folder), live_model(model)
+    pairing = Pairing(adapter.config, live, adapter.tensors)
+    names = (live.input_embedding, live.output_embedding)
+    shapes = [pairing.shape(f"{module}.weight") for module in names if module]
+    rows = {shape[0] for shape in shapes if shape}  # that the adapter stores
+    grown = rows - {live.parameters[f"{live.input_embedding}.weight"][0]} if rows else set()
+    if len(grown) == 1:
+        model.resize_token_embeddings(grown.pop(), mean_resizing=False)
     try:
-        with contextlib.ExitStack() as stack:
-            folders = {
-                name: stack.enter_context(_in_installed_layout(adapter, live))
-                for name, adapter in adapters.items()
-            }
-            model = PeftModel.from_pretrained(model, folders[first], first, **how)
-            for name in others:
-                model.load_adapter(folders[name], name, **how)
+        with _in_installed_layout(adapter, live) as path:
+            model = PeftModel.from_pretrained(model, path, autocast_adapter_dtype=False)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ArtifactError(
-            f"{' and '.join(weighted)} cannot be loaded: {first_lines(error)}"
-        ) from error
-    for name, factor in zip(names, weighted.values(), strict=True):
-        _as_stored(model, adapters[name], name)
-        _scale(model, name, factor)
-    if others:
-        model.base_model.set_adapter(names, inference_mode=True)
+        raise ArtifactError(f"{folder} cannot be loaded: {first_lines(error)}") from error
+    _as_stored(model, adapter)
     return model
 
 
@@ -64,25 +54,6 @@ def first_lines(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:400]
-
-
-def _grow(model: Any, live: Model, adapters: Sequence[Adapter]) -> None:
-    """Resize the model's embeddings to the number of rows that the adapters store."""
-    names = (live.input_embedding, live.output_embedding)
-    rows = {
-        shape[0]
-        for adapter in adapters
-        for module in names
-        if module and (shape := _pairing(adapter, live).shape(f"{module}.weight"))
-    }
-    before = live.parameters[f"{live.input_embedding}.weight"][0] if rows else 0
-    grown = rows - {before}
-    if len(grown) == 1:
-        model.resize_token_embeddings(grown.pop(), mean_resizing=False)
-
-
-def _pairing(adapter: Adapter, live: Model) -> Pairing:
-    return Pairing(adapter.config, live, adapter.tensors)
 
 
 @contextlib.contextmanager
@@ -106,10 +77,11 @@ def _in_installed_layout(adapter: Adapter, live: Model) -> Iterator[Path]:
             tensors = torch.load(pickled, weights_only=True)
         tensors = {key: tensors[name] for key, name in without_wrappers(tensors).items()}
         for term in other_layout:
-            a, b, experts = tensors[term.a], tensors[term.b], term.experts
+            at_a, at_b = (name.partition(":")[2] for name in (term.a, term.b))
+            a, b, experts = tensors[at_a], tensors[at_b], term.experts
             by_expert = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts)
-            tensors[term.a] = by_expert[1].permute(2, 1, 0).flatten(0, 1).contiguous()
-            tensors[term.b] = by_expert[0].permute(2, 1, 0).flatten(1).contiguous()
+            tensors[at_a] = by_expert[1].permute(2, 1, 0).flatten(0, 1).contiguous()
+            tensors[at_b] = by_expert[0].permute(2, 1, 0).flatten(1).contiguous()
         save_file(tensors, folder / f"{ADAPTER}.safetensors")
         shutil.copy(adapter.root / CONFIG, folder)
         yield folder
@@ -119,7 +91,7 @@ def _other_layout(adapter: Adapter, live: Model) -> Iterator[LowRank]:
     """Yield the factor pairs of expert stacks that an older peft saved in another layout."""
     if not adapter.config.target_parameters:
         return
-    for piece in _pairing(adapter, live).pieces:
+    for piece in Pairing(adapter.config, live, adapter.tensors).pieces:
         term = piece.term
         if isinstance(term, LowRank) and len(live.parameters[piece.target]) == 3:
             module = piece.target.rpartition(".")[0]
@@ -127,14 +99,7 @@ def _other_layout(adapter: Adapter, live: Model) -> Iterator[LowRank]:
                 yield term
 
 
-def _scale(model: Any, name: str, factor: float) -> None:
-    for module in model.modules():
-        scaling = getattr(module, "scaling", None)
-        if isinstance(scaling, dict) and name in scaling:
-            scaling[name] *= factor
-
-
-def _as_stored(model: Any, adapter: Adapter, name: str) -> None:
+def _as_stored(model: Any, adapter: Adapter, name: str = "default") -> None:
     """Give factors their stored dtype; on a 4-bit base peft always makes them float32.
 
     Modules that are saved in full keep the dtype of the base.

@@ -26,8 +26,6 @@ class ModelRef:
     quantization: Mapping[str, Any] | None = None
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
-    # weights of several adapters by folder, instead of one adapter
-    weighted: Mapping[str, float] | None = None
     device: str | None = None  # "cpu" or "cuda"; None for a GPU if there is one, else the CPU
     float32: bool = False  # True to compute in float32, with weights that are rounded to `dtype`
 

@@ -19,7 +19,7 @@ from typing import Any
 from tasks.core.errors import ArtifactError
 from tasks.core.machine import measured_on
 from tasks.serving.reference.load import from_folder, input_device
-from tasks.serving.reference.peft_adapters import with_adapters
+from tasks.serving.reference.peft_adapters import with_adapter
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import (
@@ -92,7 +92,7 @@ def load_rewarder(path: Path, *, adapter: Path | None, **how: Any) -> Rewarder:
     if adapter is not None:
         # A base may pad with the token that ends a text, which would score one token too early.
         model.config.get_text_config().pad_token_id = None
-        model = with_adapters(model, {str(adapter): 1.0})
+        model = with_adapter(model, adapter)
         if (adapter / "config.json").is_file():
             config = read_json(adapter / "config.json")
     text = model.eval().config.get_text_config()

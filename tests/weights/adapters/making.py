@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.weights.lora import Adapter, read_adapter
-
 Tensors = dict[str, torch.Tensor]
 
 
@@ -50,11 +48,6 @@ def save(wrapped: Any, folder: Path, **options: Any) -> Path:
     with quiet():
         wrapped.save_pretrained(folder, **options)
     return folder
-
-
-def opened(folder: Path, name: str = "adapter", weight: float = 1.0) -> list[tuple[Adapter, float]]:
-    """Open one adapter as the argument of `changes`."""
-    return [(read_adapter(folder, name), weight)]
 
 
 def altered(

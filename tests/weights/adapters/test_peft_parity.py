@@ -37,8 +37,6 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "patterns": ("llama", {"target_modules": ALL, "use_rslora": True, **PATTERNS}),
     "one layer": ("llama", {"target_modules": QV, "layers_to_transform": 1}),
     "dora": ("llama", {"target_modules": ALL, "use_dora": True}),
-    "dora of conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
-    "dora of the embedding": ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
     "both embeddings": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
     "conv1d and biases": ("gpt2", {"target_modules": ALL, "bias": "all"}),
     "fan_in_fan_out of linear": ("llama", {"target_modules": QV, "fan_in_fan_out": True}),

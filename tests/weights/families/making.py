@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,18 +174,13 @@ def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path
 
 
 def merge(
-    base: Path,
-    adapters: Path | Sequence[tuple[Path, float]],
-    out: Path,
-    rounding: Rounding = "nearest",
+    base: Path, adapter: Path, out: Path, rounding: Rounding = "nearest"
 ) -> tuple[Plan, Executed]:
     """Merge on disk as the stage does: plan, validate, execute, recompute sampled rows."""
-    pairs = [(adapters, 1.0)] if isinstance(adapters, Path) else adapters
-    read = [(read_adapter(folder, f"adapter{i}"), w) for i, (folder, w) in enumerate(pairs)]
-    facts = model_facts(base)
+    read, facts = read_adapter(adapter), model_facts(base)
     total = changes(read, facts)
-    require_values([adapter for adapter, _ in read], total.copies)
-    sources = {"base": read_checkpoint(base), **{a.name: a.tensors for a, _ in read}}
+    require_values(read, total.copies)
+    sources = {"base": read_checkpoint(base), "adapter": read.tensors}
     plan = plan_merge(sources["base"], facts, total, rounding=rounding)
     out.mkdir()
     done = write(plan, sources, out, workers=1)
@@ -198,24 +193,13 @@ def merge(
     return plan, done
 
 
-def merged_by_peft(
-    base: Path | Any, *adapters: Path | tuple[Path, float], dtype: Any = BF16
-) -> Any:
-    """Merge weighted adapters with peft in fp32, one after the other, and cast once.
-
-    `base` is a folder or a model in fp32.
-    """
+def merged_by_peft(base: Path | Any, adapter: Path, dtype: Any = BF16) -> Any:
+    """Merge with peft in fp32, and cast once; `base` is a folder or a model in fp32."""
     from peft import PeftModel
 
     model = load(base, torch.float32) if isinstance(base, Path) else base
     with quiet():
-        for entry in adapters:
-            folder, weight = entry if isinstance(entry, tuple) else (entry, 1.0)
-            model = PeftModel.from_pretrained(model, folder)
-            for module in model.modules():
-                if weight != 1 and hasattr(module, "set_scale"):
-                    module.set_scale("default", weight)
-            model = model.merge_and_unload()
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return model.to(dtype).eval()
 
 

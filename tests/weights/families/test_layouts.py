@@ -109,8 +109,7 @@ def _planned(base: Path, adapter: Path, change: Change) -> None:
     header = dict(read_header(base / "model.safetensors").tensors)
     change(header)
     facts: Model = model_facts(base, disk={key: info.shape for key, info in header.items()})
-    lora = read_adapter(adapter)
-    plan_merge(header, facts, changes([(lora, 1.0)], facts))
+    plan_merge(header, facts, changes(read_adapter(adapter), facts))
 
 
 def _drop(pattern: str) -> Change:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tasks.core.errors import ContractError
 from tasks.weights.heads import detect, read_folder, write_value_head
 from tasks.weights.lora import read_adapter
-from tasks.weights.merge import Reward, plan_adapters
+from tasks.weights.merge import Reward, plan_adapter
 from tasks.weights.write import write
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.families.making import load
@@ -153,7 +153,7 @@ def test_a_head_that_was_never_saved_is_refused(tmp_path: Path, targets: Any) ->
 
     def merge(base: Path) -> None:
         config = json.loads((base / "config.json").read_text())
-        made = plan_adapters([(read_adapter(adapter), 1.0)], base, config, **how)
+        made = plan_adapter(read_adapter(adapter), base, config, **how)
         write(made.plan, made.sources, out)
 
     base, reward, out = (tmp_path / name for name in ("base", "reward", "out"))

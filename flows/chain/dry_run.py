@@ -17,12 +17,7 @@ from tasks.pipeline.stage import Stage, plain
 
 @dataclass
 class DryRun:
-    """A `StageRunner` that runs nothing and reports what a run would do.
-
-        dry_run = DryRun(store, force)
-        chain = Chain(settings, dry_run, dry_run.scorer)
-        chain.deliver(chain.prepare_data())
-        dry_run.states      # [("prepare_data", "up to date: 3f0c..."), ("train", "to run"), ...]
+    """A `StageRunner` that runs nothing and reports what a run would do, in `states`.
 
     Keys are as in a real run. If a stage has to run, the digest of its artifact is unknown, so that
     the stages that read it have no key and have to run, too. Contents of existing artifacts are not
@@ -32,7 +27,7 @@ class DryRun:
     store: Path
     force: frozenset[str]
     step: str = ""
-    states: list[tuple[str, str]] = field(default_factory=list)
+    states: list[tuple[str, str]] = field(default_factory=list)  # stage, what would be done
     results: list[StageResult] = field(default_factory=list)
 
     @property
@@ -68,13 +63,9 @@ class DryRun:
             elif not path.exists():
                 state = f"to run: {path.name}"
             else:
-                artifact, state = _published(path, stage.kind)
+                try:
+                    artifact, state = open_artifact(path, stage.kind), f"up to date: {path.name}"
+                except ArtifactError as error:
+                    artifact, state = Artifact(stage.kind, path, ""), f"to run: {error.message}"
         self.states.append((stage.name, state))
         return StageResult(stage.name, artifact, True, 0.0, (), None, {})
-
-
-def _published(path: Path, kind: str) -> tuple[Artifact, str]:
-    try:
-        return open_artifact(path, kind), f"up to date: {path.name}"
-    except ArtifactError as error:
-        return Artifact(kind, path, ""), f"to run: {error.message}"

@@ -97,17 +97,13 @@ class HandOff:
         if base is not None:
             inputs = {"adapter": weights, "base": base}
             weights = self._write(MERGE, merge, inputs, self.merge_config, trained).artifact
-        inputs = {"weights": weights}
         before = self._model(weights)
+        inputs = {"weights": weights}
         served = self._write(CONVERT, convert, inputs, self.convert_config, before)
         if self.policy is not None:
-            self.mechanism.run(
-                VALUE_HEAD,
-                value_head,
-                inputs={"source": self.policy},
-                config={},
-                context={"planned": self.planned},
-            )
+            context = {"planned": self.planned}
+            inputs = {"source": self.policy}
+            self.mechanism.run(VALUE_HEAD, value_head, inputs=inputs, config={}, context=context)
         if self.reference is None:
             return served, None
         self._serve(SMOKE, served.artifact, self.smoke_inputs, trained)

@@ -28,35 +28,43 @@ def register_served(
 
     Raises ContractError if the gate has not passed; the model is registered as a candidate.
     """
-    results = flow_run.mechanism.results
+    results, summary = flow_run.mechanism.results, flow_run.summary
     before = time.monotonic()
     read = {r.name: r.artifact for r in results if r.artifact.kind == "report"}
     try:
         with flow_run.record.stage("register"):
-            gate, tags = _judge(flow_run, registry, last)
-            verdict: dict[str, Any] = {"passed": gate.passed, "reasons": list(gate.reasons)}
-            flow_run.summary.gate = verdict | {"conditions": gate.rows()}
+            gate, tags = _judge(results, registry, last)
+            rows, reasons = gate.rows(), list(gate.reasons)
+            summary.gate = {"passed": gate.passed, "reasons": reasons, "conditions": rows}
             flow_run.tags |= tags
-            _log_gate(flow_run, gate)
-            flow_run.summary.gate |= flow_run.host.call(
+            if rows:
+                _log_gate(flow_run, gate, rows)
+            summary.gate |= flow_run.host.call(
                 "register",
                 lambda log: _write_version(flow_run, served, gate, registry, last),
                 {"served": served, **read},
             )
     except TrackingError as error:  # the model is complete: only the register has to be repeated
-        flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
+        summary.unregistered = f"{error.message} -> {error.hint}"
         return
-    if version := flow_run.summary.gate.get("version"):
-        entry = _register_entry(version, before)
-        flow_run.summary.stages = [*map(stage_entry, results), entry]
+    if version := summary.gate.get("version"):
+        entry = {
+            "name": "register",
+            "seconds": round(time.monotonic() - before, 2),
+            "reused": False,
+            "artifact": version,
+            "tensors_checked": 0,
+            "drift": None,
+            "handoff": None,
+        }
+        summary.stages = [*map(stage_entry, results), entry]
     require_passed(gate)
 
 
 def _judge(
-    flow_run: FlowRun, registry: Registry, last: Mapping[str, Any]
+    all_results: Sequence[StageResult], registry: Registry, last: Mapping[str, Any]
 ) -> tuple[Gate, dict[str, str]]:
     """Judge the conditions of the gate. Returns the verdict, and tags for later comparisons."""
-    all_results = flow_run.mechanism.results
     results = [r for r in all_results if step_of(r) == step_of(all_results[-1])]
     metrics = {k: v for result in results for k, v in result.metrics.items()}
     drifts = {r.name.rpartition(".")[2]: r.drift for r in results if r.drift}
@@ -66,33 +74,21 @@ def _judge(
     champion = None
     if any(condition.to == CHAMPION for condition in asked):
         champion = registry.champion(last["tracking"]["model_name"])
-    numbers = measured(metrics, drifts)
-    rows = _heldout_hash(results)
+    numbers, rows = measured(metrics, drifts), ""  # rows: hash of the evaluation rows
+    if data := next((r.artifact for r in results if r.artifact.kind == "dataset"), None):
+        rows = str(data.manifest()["files"].get("heldout.jsonl", {}).get("blake3", ""))
     gate = judge(asked, metrics, numbers, champion, rows)
     own = {name: value for name, value in numbers.items() if not name.startswith("base:")}
     verdict = "passed" if gate.passed else gate.reasons[0]
     return gate, {NUMBERS: json.dumps(own), EVALUATED_ON: rows, GATE: verdict}
 
 
-def _heldout_hash(results: Sequence[StageResult]) -> str:
-    """Return the hash of the evaluation rows of a run; empty if there are none."""
-    for result in results:
-        if result.artifact.kind == "dataset":
-            entry = result.artifact.manifest()["files"].get("heldout.jsonl", {})
-            return str(entry.get("blake3", ""))
-    return ""
-
-
-def _log_gate(flow_run: FlowRun, gate: Gate) -> None:
+def _log_gate(flow_run: FlowRun, gate: Gate, rows: list[dict[str, Any]]) -> None:
     """Show the table of the gate, and log it in MLflow."""
-    rows = gate.rows()
-    if not rows:
-        return
     lines = list(table(rows))
     for line in lines:
         flow_run.host.log.info("%s", line)
-    columns = list(rows[0])
-    data = {"columns": columns, "data": [list(row.values()) for row in rows]}
+    data = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
     files = {"gate.json": json.dumps(data, indent=1)}  # as MLflow's `log_table` writes it
     text = "\n".join(["```", *lines, "```"])
     flow_run.mechanism.tracker.log_parent({"gate/passed": float(gate.passed)}, files, text)
@@ -123,15 +119,3 @@ def _write_version(
     if registered.candidate != registered.version:
         flow_run.host.log.info("register: %s", candidate_line(asdict(registered)))
     return asdict(registered)
-
-
-def _register_entry(version: str, before: float) -> dict[str, Any]:
-    return {
-        "name": "register",
-        "seconds": round(time.monotonic() - before, 2),
-        "reused": False,
-        "artifact": version,
-        "tensors_checked": 0,
-        "drift": None,
-        "handoff": None,
-    }

@@ -194,7 +194,9 @@ def choose_base(
     """
     mode = str(merge["base"])
     config = read_json(base / CONFIG) if base is not None else {}
-    known, recorded = _recorded(source, store)
+    notes = source.manifest.get("notes", {})
+    record = notes if "quantization" in notes else training_record(source, store)
+    known, recorded = bool(record), record.get("quantization") or None
     if known and recorded is None and mode == DEQUANTIZED:
         raise ConfigError(
             "merge.base=dequantized, but training did not quantise the base",
@@ -296,11 +298,3 @@ def undecided(source: SourceFolder, choice: BaseChoice) -> ConfigError:
         details=[f"{item}: {item.precision.value}" for item in choice.evidence],
         hint=_EITHER if contradict else "merge.base=original takes the 16-bit base all the same",
     )
-
-
-def _recorded(source: SourceFolder, store: Path) -> tuple[bool, dict[str, Any] | None]:
-    """Return (True if our own training recorded it, the recorded quantization)."""
-    notes = source.manifest.get("notes", {})
-    record = notes if "quantization" in notes else training_record(source, store)
-    recorded = record.get("quantization")
-    return bool(record), dict(recorded) if recorded else None

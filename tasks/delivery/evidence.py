@@ -82,21 +82,21 @@ def find_evidence(root: Path) -> tuple[Evidence, ...]:
     witness = find_witness(root)
     if witness is not None and witness.quantization is not None:
         return (_witnessed(witness.folder / "witness.json", witness.quantization),)
-    return tuple(chain.from_iterable(map(_in_folder, _folders(root))))
+    documents = chain.from_iterable(map(_documents, _folders(root)))
+    records = (_read(path, document, whole=whole) for path, document, whole in documents)
+    return tuple(record for record in records if record is not None)
 
 
 def _witnessed(file: Path, layers: Mapping[str, Any]) -> Evidence:
     method = str(layers["method"])
     text = f"quantization: {method}"
-    if method == "none":
-        return Evidence(file, text, Precision.FULL)
     if method not in ("nf4", "fp4"):
-        return Evidence(file, text, Precision.OTHER)
+        precision = Precision.FULL if method == "none" else Precision.OTHER
+        return Evidence(file, text, precision)
     details = {"type": method, "double_quant": bool(layers.get("double_quant"))}
-    compute = layers.get("compute_dtype")
-    return Evidence(
-        file, text, Precision.FOUR, {**details, "compute_dtype": compute} if compute else details
-    )
+    if compute := layers.get("compute_dtype"):
+        details["compute_dtype"] = compute
+    return Evidence(file, text, Precision.FOUR, details)
 
 
 def _folders(root: Path) -> Iterator[Path]:
@@ -110,13 +110,6 @@ def _folders(root: Path) -> Iterator[Path]:
         at = above
 
 
-def _in_folder(folder: Path) -> Iterator[Evidence]:
-    for path, document, whole in _documents(folder):
-        evidence = _read(path, document, whole=whole)
-        if evidence is not None:
-            yield evidence
-
-
 def _documents(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any], bool]]:
     """Yield (file, document, True if the document lists all settings of the trainer)."""
     yield folder / "training_args.bin", _arguments(folder / "training_args.bin"), False
@@ -124,7 +117,9 @@ def _documents(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any], bool]]:
         yield folder / name, _json(folder / name), True
     for pattern in _YAML:
         for path in sorted([*folder.glob(f"{pattern}.yaml"), *folder.glob(f"{pattern}.yml")]):
-            yield path, _flat(_yaml(_text(path))), True
+            # LLaMA-Factory's web page writes settings with the prefix `top.`.
+            document = _yaml(_text(path)).items()
+            yield path, {str(key).removeprefix("top."): value for key, value in document}, True
     card = _text(folder / "README.md")
     for text in _FENCE.findall(card) if "axolotl" in card else ():
         yield folder / "README.md", _yaml(text), True
@@ -145,37 +140,36 @@ def _read(path: Path, document: Mapping[str, Any], *, whole: bool) -> Evidence |
     merged = {**document, **nested} if isinstance(nested, Mapping) else document
     method = str(merged.get("quant_method") or merged.get("quantization_method") or "").lower()
     bits = _number(merged.get("quant_bits") or merged.get("quantization_bit"))
-    four = _true(merged, "load_in_4bit", "_load_in_4bit") or merged.get("adapter") == "qlora"
+    four = any(merged.get(key) is True for key in _FOUR) or merged.get("adapter") == "qlora"
     if four or (bits == 4 and method in ("", "bnb", "bitsandbytes")):
         return _four_bits(path, merged)
-    eight = _true(merged, "load_in_8bit", "_load_in_8bit", "gptq")
+    named = method not in ("", "none", *_BITS_AND_BYTES)
     if (
-        eight
+        any(merged.get(key) is True for key in _EIGHT)
         or bits
         or (nested and method)
-        or (whole and method not in ("", "none", *_BITS_AND_BYTES))
+        or (whole and named)
     ):
         return Evidence(path, _shown(merged, *_QUANTIZATION), Precision.OTHER)
     for key in _MODEL_KEYS:
         name = str(document.get(key) or "").rstrip("/")
+        text = f"{key}: {name}"
         if _PACKED.search(name):
-            return Evidence(
-                path, f"{key}: {name}", Precision.FOUR, {"type": "nf4", "double_quant": True}
-            )
+            details = {"type": "nf4", "double_quant": True}
+            return Evidence(path, text, Precision.FOUR, details)
         if _OTHERWISE.search(name):
-            return Evidence(path, f"{key}: {name}", Precision.OTHER)
+            return Evidence(path, text, Precision.OTHER)
     if whole and any(document.get(key) for key in _TRAINERS):
-        shown = _shown(document, *_TRAINERS)
-        named = [key for key in _QUANTIZATION if key in document]
-        none = _shown(document, *named) if named else "no quantization"
-        return Evidence(path, f"{shown}, {none}", Precision.FULL)
+        keys = [key for key in _QUANTIZATION if key in document]
+        none = _shown(document, *keys) if keys else "no quantization"
+        return Evidence(path, f"{_shown(document, *_TRAINERS)}, {none}", Precision.FULL)
     return None
 
 
 _BITS_AND_BYTES = ("bnb", "bitsandbytes")
+_FOUR, _EIGHT = ("load_in_4bit", "_load_in_4bit"), ("load_in_8bit", "_load_in_8bit", "gptq")
 _QUANTIZATION = (
-    "load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit", "gptq", "quant_bits",
-    "quantization_bit", "quant_method", "quantization_method",
+    *_FOUR, *_EIGHT, "quant_bits", "quantization_bit", "quant_method", "quantization_method",
 )  # fmt: skip
 
 
@@ -194,20 +188,14 @@ def _four_bits(path: Path, settings: Mapping[str, Any]) -> Evidence:
         "double_quant": double if isinstance(double, bool) else None,
         "compute_dtype": compute if compute in ("bfloat16", "float16", "float32") else None,
     }
-    return Evidence(
-        path,
-        text,
-        Precision.FOUR,
-        {key: value for key, value in details.items() if value is not None},
-    )
+    known = {key: value for key, value in details.items() if value is not None}
+    return Evidence(path, text, Precision.FOUR, known)
 
 
 def _shown(settings: Mapping[str, Any], *keys: str) -> str:
     """Return `key: value` of the keys that are set; of all that are present if none is set."""
     present = {key: settings[key] for key in keys if key in settings}
-    shown = {
-        key: value for key, value in present.items() if value not in (None, False, "", "none")
-    } or present
+    shown = {k: v for k, v in present.items() if v not in (None, False, "", "none")} or present
     return ", ".join(f"{key}: {_word(value)}" for key, value in shown.items())
 
 
@@ -215,10 +203,6 @@ def _word(value: Any) -> str:
     if isinstance(value, Mapping | list):
         return "..."
     return {None: "null", True: "true", False: "false"}.get(value, str(value)[:80])
-
-
-def _true(settings: Mapping[str, Any], *keys: str) -> bool:
-    return any(settings.get(key) is True for key in keys)
 
 
 def _number(value: Any) -> int:
@@ -229,36 +213,25 @@ def _number(value: Any) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def _flat(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings without the prefix `top.` of LLaMA-Factory's web page."""
-    return {str(key).removeprefix("top."): value for key, value in document.items()}
-
-
 def _arguments(path: Path) -> Mapping[str, Any]:
     """Return `model_init_kwargs` of pickled arguments, without running any code of the file."""
-    if not path.is_file():
-        return {}
+
+    def fields(value: Any) -> Mapping[str, Any]:
+        value = value.state if isinstance(value, Foreign) else value
+        return value if isinstance(value, dict) else {}
+
+    def plain(value: Any) -> Any:  # of an enum's member; the path of a class or dtype
+        if isinstance(value, Foreign):
+            return value.args[0] if len(value.args) == 1 else None
+        return value.path if isinstance(value, Global) else value
+
     try:
-        kwargs = _fields(read_torch_file(path)).get("model_init_kwargs")
+        arguments = fields(read_torch_file(path) if path.is_file() else None)
     except ArtifactError:
         return {}
-    if not isinstance(kwargs, dict):
-        return {}
-    nested = _fields(kwargs.get("quantization_config"))
-    return {**kwargs, "quantization_config": {key: _value(value) for key, value in nested.items()}}
-
-
-def _fields(value: Any) -> Mapping[str, Any]:
-    """Return the fields of a pickled object, or of a mapping."""
-    value = value.state if isinstance(value, Foreign) else value
-    return value if isinstance(value, dict) else {}
-
-
-def _value(value: Any) -> Any:
-    """Return the value of an enum member, or the path of a class or dtype; others unchanged."""
-    if isinstance(value, Foreign):
-        return value.args[0] if len(value.args) == 1 else None
-    return value.path if isinstance(value, Global) else value
+    kwargs = fields(arguments.get("model_init_kwargs"))
+    nested = fields(kwargs.get("quantization_config"))
+    return {**kwargs, "quantization_config": {key: plain(value) for key, value in nested.items()}}
 
 
 def _text(path: Path) -> str:

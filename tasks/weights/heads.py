@@ -50,7 +50,7 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import NUMPY, is_float, widened
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.reader import read_checkpoint, read_header
-from tasks.weights.files.tensors import Reader, Sources, Tensor, Tensors
+from tasks.weights.files.tensors import Sources, Tensor, Tensors, read_all
 from tasks.weights.lora import read_adapter
 from tasks.weights.mapping import Shapes
 from tasks.weights.model import Model, model_facts
@@ -87,8 +87,8 @@ _V_HEAD = re.compile(r"(pretrained_model\.)?v_head\.summary\.(weight|bias)")
 _SAVED_WHOLE = ("", "modules_to_save.", "modules_to_save.default.")
 """Parts of the keys of a head in an adapter, as versions of PEFT write them."""
 _LAYERED = re.compile(
-    r"(classifier|score)\.(?!weight$|bias$|lora_|base_layer)|(classification_head|sequence_summary|logits_proj)\."
-    r"|perceiver\.decoder\."
+    r"(classifier|score)\.(?!weight$|bias$|lora_|base_layer)"
+    r"|(classification_head|sequence_summary|logits_proj)\."
 )
 """Keys of heads with several layers, as in BERT-like encoders, T5, BART and XLNet."""
 _LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"
@@ -130,35 +130,29 @@ def read_folder(root: Path) -> HeadFolder:
     names = (*SIDE_FILES, PICKLED) if is_adapter else SIDE_FILES
     beside = tuple(name for name in names if (root / name).is_file())
     sources: dict[str, Tensors] = {}
-    adapter_config = None
     if is_adapter:
-        adapter_config = read_json(root / "adapter_config.json")
         sources[ADAPTER] = read_adapter(root, beside=beside).tensors
-    elif is_pickled_model(root):
-        sources[MODEL] = read_model(root, beside=beside)
     else:
-        sources[MODEL] = read_checkpoint(root, beside=beside)
+        read = read_model if is_pickled_model(root) else read_checkpoint
+        sources[MODEL] = read(root, beside=beside)
     if beside:
         path = root / beside[0]
         plain = path.suffix == ".safetensors"
         sources[HEAD] = read_header(path).tensors if plain else read_state(path)
+    adapter_config = read_json(root / "adapter_config.json") if is_adapter else None
     return HeadFolder(root, config, adapter_config, sources, beside)
 
 
 @dataclass(frozen=True)
 class Head:
-    """A linear layer from the last hidden state to one number.
-
-    `weight` and `bias` are "<input>:<key>", `bias` may be "". The weight's `shape` is (labels,
-    hidden).
-    """
+    """A linear layer from the last hidden state to one number."""
 
     dialect: Dialect
     role: Role
-    weight: str
-    shape: tuple[int, ...]
+    weight: str  # "<input>:<key>"
+    shape: tuple[int, ...]  # of the weight: (labels, hidden)
     dtype: str
-    bias: str = ""
+    bias: str = ""  # "<input>:<key>"; "" for none
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -168,14 +162,11 @@ class Head:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Mean and standard deviation of a reward model's scores; None for no normalisation.
-
-    `buffers` has the "<input>:<key>" of the tensors that store them.
-    """
+    """Mean and standard deviation of a reward model's scores; None for no normalisation."""
 
     mean: float | None = None
     std: float | None = None
-    buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()  # "<input>:<key>" of the tensors that store them
 
     @property
     def is_there(self) -> bool:
@@ -192,7 +183,7 @@ class Detected:
     normalisation: Normalisation
     lora_on: str = ""  # head that the adapter changes by LoRA: usable only with a base that has it
     absence: str = ""  # why there is no head though there should be one; "" for a language model
-    layered: str = ""  # first key of a head of several layers, which is not supported
+    layered: bool = False  # the head has several layers, which is not supported
     findings: tuple[str, ...] = ()  # why a head is missing or cannot be used
     notes: tuple[str, ...] = ()  # contradictions that were resolved
 
@@ -220,18 +211,31 @@ def detect(folder: HeadFolder) -> Detected:
     if len(folder.beside) > 1:
         findings.append(f"{' and '.join(folder.beside)}: two files with a head: keep one of them")
     heads = [*_v_heads(folder, findings), *_linear_heads(folder)]
-    for head in heads:
-        findings += _head_findings(head, folder)
+    findings += [text for head in heads for text in _head_findings(head, folder)]
     if len(heads) > 1:
         names = " and ".join(head.weight for head in heads)
         findings.append(f"{names}: more than one head: keep one of them")
-    lora_on = "" if heads else _lora_on(folder)
-    signs = list(_signs(folder))
-    # BERT and others have heads of several layers.
-    keys = folder.main if signs else ()
-    layered = next((key for key in keys if _LAYERED.match(key.removeprefix(PEFT_PREFIX))), "")
-    absence = "" if heads or findings else _absence(signs, lora_on, layered)
-    normalisation, wrong = _read_normalisation(folder)
+    absence, lora_on, layered = "", "", False
+    signs = [] if heads else list(_signs(folder))
+    if not heads and folder.adapter_config is not None:
+        starts = {name: f"{PEFT_PREFIX}{name}.lora_" for name in module_names(folder.config)}
+        on = (n for n, start in starts.items() if any(key.startswith(start) for key in folder.main))
+        lora_on = next(on, "")
+    # A head that was never saved cannot be replaced: a new one would give random scores.
+    if lora_on:
+        absence = (
+            f"{lora_on}: LoRA was trained on a head that is not in the adapter. If it was "
+            f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
+        )
+    elif signs:
+        deep = [k for k in folder.main if _LAYERED.match(k.removeprefix(PEFT_PREFIX))]
+        layered = bool(deep)
+        names = ", ".join(f"{module}.weight" for module in HEAD_MODULES)
+        absence = f"no head ({names}), though {signs[0]}: {_LOST}"
+        if layered:
+            absence = f"{deep[0]}: a head of several layers; only linear layers are supported"
+    absence = "" if findings else absence
+    normalisation, wrong = _normalisation(folder.config, folder)
     prefix = folder.config.get("value_head_prefix")
     notes = [
         f"config.json names the head {prefix!r}; the head that was saved is {module!r}"
@@ -338,35 +342,14 @@ def module_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*((prefix,) if isinstance(prefix, str) else ()), *HEAD_MODULES)))
 
 
-def _absence(signs: list[str], lora_on: str, layered: str) -> str:
-    """Return the reason why a folder that should have a head has none; "" for a language model.
-
-    A head that was never saved cannot be replaced: a new one would give random scores without an
-    error.
-    """
-    if lora_on:
-        return (
-            f"{lora_on}: LoRA was trained on a head that is not in the adapter. If it was "
-            f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
-        )
-    if layered:
-        return f"{layered}: a head of several layers; only heads of one linear layer are supported"
-    names = ", ".join(f"{module}.weight" for module in HEAD_MODULES)
-    return f"no head ({names}), though {signs[0]}: {_LOST}" if signs else ""
-
-
-def _lora_on(folder: HeadFolder) -> str:
-    """Return the head that the adapter changes by LoRA; "" for none."""
-    for module in module_names(folder.config) if folder.adapter_config is not None else ():
-        if any(key.startswith(f"{PEFT_PREFIX}{module}.lora_") for key in folder.main):
-            return module
-    return ""
-
-
 def _signs(folder: HeadFolder) -> Iterator[str]:
     """Yield the entries of config.json and adapter_config.json that promise a head."""
+
+    def scores(class_name: str) -> bool:
+        return class_name in OPENRLHF or class_name.endswith("ForSequenceClassification")
+
     config, adapter = folder.config, folder.adapter_config or {}
-    yield from (f"config.json says {name}" for name in architectures(config) if _scores(name))
+    yield from (f"config.json says {name}" for name in architectures(config) if scores(name))
     for field in ("value_head_prefix", "mean", "normalize_reward"):
         if config.get(field):
             yield f"config.json has {field}"
@@ -374,7 +357,7 @@ def _signs(folder: HeadFolder) -> Iterator[str]:
         yield "adapter_config.json says SEQ_CLS"
     mapping = adapter.get("auto_mapping")  # peft records the class if it has no task type
     wrapped = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
-    if isinstance(wrapped, str) and _scores(wrapped):
+    if isinstance(wrapped, str) and scores(wrapped):
         yield f"adapter_config.json says that it was trained on a {wrapped}"
     for field in ("modules_to_save", "target_modules"):
         modules = adapter.get(field)
@@ -382,71 +365,53 @@ def _signs(folder: HeadFolder) -> Iterator[str]:
             yield from (f"{field} names {module}" for module in HEAD_MODULES if module in modules)
 
 
-def _scores(class_name: str) -> bool:
-    """Return True for classes that score: transformers' classifiers, OpenRLHF's two classes."""
-    return class_name in OPENRLHF or class_name.endswith("ForSequenceClassification")
-
-
 # Normalisation.
 
 
 def normalisation_from(config: Mapping[str, Any], where: str) -> Normalisation:
     """Return the normalisation in config.json; `where` begins the ArtifactError if it is wrong."""
-    values, findings = _configured(config)
-    findings += _pair_findings(values)
+    normalisation, findings = _normalisation(config)
     if findings:
         raise ArtifactError(f"{where}: {first_and_more(findings)}", details=findings)
-    return Normalisation(values.get("mean"), values.get("std"))
+    return normalisation
 
 
-def _read_normalisation(folder: HeadFolder) -> tuple[Normalisation, list[str]]:
+def _normalisation(
+    config: Mapping[str, Any], folder: HeadFolder | None = None
+) -> tuple[Normalisation, list[str]]:
     """Return the normalisation in config.json, or else in the weights, and its findings."""
-    values, findings = _configured(folder.config)
-    buffers = [key for key in BUFFERS if key in folder.main]
-    for key in buffers:
+    values: dict[str, float] = {}
+    findings, buffers = list[str](), list[str]()
+    for key in BUFFERS:
+        value = config.get(key)
+        if type(value) in (int, float) and abs(value) <= _MAX_F32:
+            values[key] = float(value)
+        elif value is not None:
+            findings.append(f"config.json: {key}={str(value)[:40]} is not a number in fp32")
+        if folder is None or key not in folder.main:
+            continue
+        buffers.append(f"{folder.weights}:{key}")
         try:
-            value = _read_scalar(folder.main, key)
+            stored = _read_scalar(folder.main[key], key)
         except ArtifactError as error:
             findings.append(error.message)
             continue
-        if not math.isfinite(value):
-            findings.append(f"{key}: {value} in the weights")
-        elif np.float32(values.setdefault(key, value)) != np.float32(value):
-            findings.append(f"{key}: {value} in the weights, {values[key]} in config.json")
-    findings += _pair_findings(values)
-    names = tuple(f"{folder.weights}:{key}" for key in buffers)
-    return Normalisation(values.get("mean"), values.get("std"), names), findings
-
-
-def _configured(config: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-    """Return the numbers of config.json by key, and findings about what is no number in fp32."""
-    values: dict[str, float] = {}
-    findings = []
-    for key in BUFFERS:
-        value = config.get(key)
-        if value is None:
-            continue
-        if type(value) in (int, float) and abs(value) <= _MAX_F32:
-            values[key] = float(value)
-        else:
-            findings.append(f"config.json: {key}={str(value)[:40]} is not a number in fp32")
-    return values, findings
-
-
-def _pair_findings(values: Mapping[str, float]) -> Iterator[str]:
+        if not math.isfinite(stored):
+            findings.append(f"{key}: {stored} in the weights")
+        elif np.float32(values.setdefault(key, stored)) != np.float32(stored):
+            findings.append(f"{key}: {stored} in the weights, {values[key]} in config.json")
     if len(values) == 1:
-        yield f"{next(iter(values))} is there, the other of mean and std is not"
+        findings.append(f"{next(iter(values))} is there, the other of mean and std is not")
     if values.get("std", 1.0) <= 0:
-        yield f"std is {values['std']}: rewards cannot be divided by it"
+        findings.append(f"std is {values['std']}: rewards cannot be divided by it")
+    return Normalisation(values.get("mean"), values.get("std"), tuple(buffers)), findings
 
 
-def _read_scalar(source: Tensors, key: str) -> float:
+def _read_scalar(info: Tensor, key: str) -> float:
     """Read a float tensor of one element. Raises ArtifactError for any other tensor."""
-    info = source[key]
-    if math.prod(info.shape) != 1 or info.dtype not in (*NUMPY, "F64"):
+    if info.numel != 1 or info.dtype not in (*NUMPY, "F64"):
         raise ArtifactError(f"{key}: {describe(info.shape, info.dtype)} is not one number")
-    with Reader(info.extents) as reader:
-        raw = reader.read()
+    raw = read_all(info)
     return float(raw.view("<f8")[0] if info.dtype == "F64" else widened(raw, info.dtype)[0])
 
 
@@ -466,40 +431,38 @@ def separate(detected: Detected, *, dtype: str, perform: Perform = perform) -> P
             "reward of a text",
             hint="source=<folder of the policy>: a critic is useful only to resume training",
         )
-    if head.role == "either":
+    is_reward = head.role == "reward"
+    if is_reward:
+        left_out = {
+            f"{MODEL}:{key}": NO_LM_HEAD
+            for key in folder.main
+            if key.removeprefix(WRAPPER) in OUTPUT_EMBEDDINGS
+        }
+        left_out |= dict.fromkeys(how.buffers, "stored in config.json")
+        if head.bias:
+            left_out[head.bias] = "the head's bias: stored in config.json, as part of the mean"
+            key = head.bias.partition(":")[2]
+            # (w h + bias - mean) / std = (w h - (mean - bias)) / std
+            if bias := _read_scalar(folder.main[key], key):
+                how = Normalisation((how.mean or 0.0) - bias, how.std or 1.0)
+    else:
         apart = "the value head: kept apart, in value_head.safetensors"
-        plan = _plan_model(folder, dict.fromkeys((*head.sources, *how.buffers), apart))
-        facts = perform(model_facts, folder.root, dtype, _shapes(plan))
-        return Planned(plan, {MODEL: folder.main}, folder.config, facts)
-    left_out = {
-        f"{MODEL}:{key}": NO_LM_HEAD
-        for key in folder.main
-        if key.removeprefix(WRAPPER) in OUTPUT_EMBEDDINGS
-    }
-    left_out |= dict.fromkeys(how.buffers, "stored in config.json")
-    if head.bias:
-        left_out[head.bias] = "the head's bias: stored in config.json, as part of the mean"
-        # (w h + bias - mean) / std = (w h - (mean - bias)) / std
-        if bias := _read_scalar(folder.main, head.bias.partition(":")[2]):
-            how = Normalisation((how.mean or 0.0) - bias, how.std or 1.0)
-    plan = _plan_model(folder, left_out, score=head.weight)
-    name, facts = perform(reward_facts, folder.config, dtype, _shapes(plan))
-    config = reward_config(folder.config, name, how, endings(folder.root))
-    return Planned(plan, {MODEL: folder.main}, config, facts)
-
-
-def _plan_model(folder: HeadFolder, left_out: Mapping[str, str], score: str = "") -> Plan:
-    """Plan the model's tensors without TRL's prefix, and the tensor `score` as `score.weight`."""
+        left_out = dict.fromkeys((*head.sources, *how.buffers), apart)
+    # The model's tensors without TRL's prefix; the head comes last, as `score.weight`.
     whole = as_is(folder.main, MODEL).ops
+    score = head.weight if is_reward else ""
     kept = [op for op in whole if op.source not in left_out and op.source != score]
     ops = [replace(op, name=op.key.removeprefix(WRAPPER)) for op in kept]
     ops += [replace(op, name=SCORE) for op in whole if op.source == score]
     dropped = {op.source: left_out[op.source] for op in whole if op.source in left_out}
-    return Plan(tuple(ops), dropped)
-
-
-def _shapes(plan: Plan) -> Shapes:
-    return {op.name: op.shape for op in plan.ops}
+    plan, disk = Plan(tuple(ops), dropped), {op.name: op.shape for op in ops}
+    config: Mapping[str, Any] = folder.config
+    if is_reward:
+        name, facts = perform(reward_facts, config, dtype, disk)
+        config = reward_config(config, name, how, endings(folder.root))
+    else:
+        facts = perform(model_facts, folder.root, dtype, disk)
+    return Planned(plan, {MODEL: folder.main}, config, facts)
 
 
 def endings(*folders: Path) -> list[int]:

@@ -55,20 +55,14 @@ def plan_merge(
 ) -> Plan:
     """Plan a merge from headers alone.
 
-    Args:
-        quantization: 4-bit settings of training, as in `Op.quantization`, for the tensors that
-            training stored in 4 bits. With "base": "dequantized" they also apply to tensors that
-            the adapter does not change.
-        rounding: rounding of what the adapter changes; see `rounding.py`.
-
-    Raises:
-        ContractError: adapter and base do not fit; has every finding.
+    `quantization` is that of training, as in `Op.quantization`, for the tensors that training
+    stored in 4 bits; with "base": "dequantized" also for those that the adapter does not change.
+    `rounding` is that of what the adapter changes. Raises ContractError with every finding.
     """
     merging = _Merging(base, model, changes, quantization)
     # Changes with findings must not be used: their own findings are reported instead.
     ops = [] if changes.findings else list(merging.ops())
-    findings = [*model.findings, *changes.findings, *merging.findings]
-    if findings:
+    if findings := [*model.findings, *changes.findings, *merging.findings]:
         raise ContractError(
             f"merge: adapter and base do not fit: {first_and_more(findings)}",
             details=findings[:_SHOWN],
@@ -76,9 +70,7 @@ def plan_merge(
     if rounding == "unbiased":
         ops = [replace(op, unbiased=bool(op.terms) or op.input != BASE) for op in ops]
     used = {op.source for op in ops}
-    replaced = {
-        source: f"replaced by {by}" for source, by in merging.replaced.items() if source not in used
-    }
+    replaced = {of: f"replaced by {by}" for of, by in merging.replaced.items() if of not in used}
     return Plan(
         tuple(ops),
         {**changes.dropped, **replaced},
@@ -114,20 +106,17 @@ def plan_adapter(
 ) -> Planned:
     """Plan the merge of an adapter into the base, in the dtype and files of the output.
 
-    Reads headers of the base, and headers and values of the adapter.
+    Reads headers of the base, and headers and values of the adapter. Raises ContractError with all
+    findings: the adapter does not fit the base, or no head exists.
 
     Args:
         config: config.json of the base, decoded.
         model_dtype: torch name of the dtype in which the model's class is built.
         dtype: safetensors name for all floats; None keeps the dtype of each tensor.
         max_shard_bytes: limit of tensor data in one output file; None leaves files and dtype open.
-        quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
         reward: of a reward model; None for a language model. A base that is a reward model itself
             keeps its head; with another, the adapter has the full head (`modules_to_save`).
         values: False leaves the values of the adapter unread.
-
-    Raises:
-        ContractError: the adapter does not fit the base, or no head exists; has all findings.
     """
     opened, tensors, name = open_model(base), None, ""
     if reward is not None:
@@ -135,15 +124,25 @@ def plan_adapter(
     else:
         facts = perform(model_facts, base, model_dtype)
     total = changes(adapter, facts)
-    if reward is not None:
-        _require_head(opened, facts, total)
+    live = next((slot.live for slot in facts.slots if slot.key == SCORE), SCORE)
+    if reward is not None and SCORE not in opened and live not in total.replacements:
+        why = "LoRA was trained on a random head: " if live in total.terms else ""
+        raise ContractError(
+            f"reward: {why}neither the adapter nor the base has a reward head, {SCORE}. One that "
+            "was never saved cannot be recovered: train again with modules_to_save=[score]",
+            details=total.findings,
+        )
     plan = plan_merge(tensors or opened, facts, total, quantization=quantization, rounding=rounding)
     if values:
         require_values(adapter, total.copies)
     if reward is None:
         merged = merged_config(config, plan)
     else:
-        plan = _without_lm_head(plan, opened)
+        # The LM head is left out; a placeholder for the head was never in the base.
+        absent = "" if SCORE in opened else f"{BASE}:{SCORE}"
+        dropped = {name: why for name, why in plan.dropped.items() if name != absent}
+        dropped |= {f"{BASE}:{k}": NO_LM_HEAD for k in OUTPUT_EMBEDDINGS if k in opened}
+        plan = replace(plan, dropped=dropped)
         beside = adapter.root / "config.json"
         stated = read_json(beside) if beside.is_file() else config
         how = reward.normalisation or normalisation_from(stated, "reward: config.json")
@@ -154,26 +153,6 @@ def plan_adapter(
     return Planned(plan, {BASE: opened, INPUT: adapter.tensors}, merged, facts)
 
 
-def _require_head(base: Tensors, facts: Model, total: Changes) -> None:
-    """Raise ContractError if neither the base nor the adapter has a reward head."""
-    live = next((slot.live for slot in facts.slots if slot.key == SCORE), SCORE)
-    if SCORE not in base and live not in total.replacements:
-        why = "LoRA was trained on a random head: " if live in total.terms else ""
-        raise ContractError(
-            f"reward: {why}neither the adapter nor the base has a reward head, {SCORE}. One that "
-            "was never saved cannot be recovered: train again with modules_to_save=[score]",
-            details=total.findings,
-        )
-
-
-def _without_lm_head(plan: Plan, base: Tensors) -> Plan:
-    """Return the plan of a reward model, which drops the LM head of the opened base."""
-    placeholder = "" if SCORE in base else f"{BASE}:{SCORE}"
-    dropped = {name: why for name, why in plan.dropped.items() if name != placeholder}
-    left_out = {f"{BASE}:{k}": NO_LM_HEAD for k in OUTPUT_EMBEDDINGS if k in base}
-    return replace(plan, dropped={**dropped, **left_out})
-
-
 def merged_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return config.json of the base, with the vocabulary size and ties of the merged model."""
     merged = dict(config) if plan.rows is None else resized_config(config, plan.rows)
@@ -181,14 +160,7 @@ def merged_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 class _Merging:
-    """The operations of a merge, and what is wrong with it.
-
-    Attributes:
-        findings: everything that is wrong.
-        replaced: source in the base -> source in an adapter that replaces it.
-        copied: keys that store a replaced tensor a second time, since they stay tied.
-        rows: numbers of rows of embeddings that grew.
-    """
+    """The operations of a merge, and everything that is wrong with it."""
 
     def __init__(
         self,
@@ -198,91 +170,75 @@ class _Merging:
         quantization: Mapping[str, Any] | None,
     ) -> None:
         self.base, self.model, self.changes = base, model, changes
-        self.quantization = quantization
-        self.quantized = set(model.quantized)
+        self.quantization, self.quantized = quantization, set(model.quantized)
         self.changed = {*changes.terms, *changes.replacements}
         self.used: set[str] = set()
         self.findings: list[str] = []
-        self.replaced: dict[str, str] = {}
-        self.copied: list[str] = []
-        self.rows: set[int] = set()
+        self.replaced: dict[str, str] = {}  # source in the base -> source in the adapter
+        self.copied: list[str] = []  # keys that store a replaced tensor twice: they stay tied
+        self.rows: set[int] = set()  # numbers of rows of embeddings that grew
 
     def ops(self) -> Iterator[Op]:
         """Yield an operation for each tensor of the base, then those for untied tensors."""
-        slots: dict[str, list[Slot]] = defaultdict(list)
-        for slot in self.model.slots:
+        model, slots = self.model, defaultdict[str, list[Slot]](list)
+        for slot in model.slots:
             slots[slot.key].append(slot)
         for key, info in self.base.items():
             of_key = slots.pop(key, [])
             if any(slot.shape != tuple(info.shape) for slot in of_key):
                 self.findings.append(f"{key}: is {list(info.shape)}, the model's facts differ")
                 continue
-            yield self._op(key, of_key)
+            yield self._op(key, key, of_key)
         self.findings += [f"{key}: not in the base" for key in slots]
-        yield from self._stored_apart()
+        stored = {slot.live: slot for slot in model.slots}
+        for alias in self.changes.unties:  # those that have no key in the base yet
+            key, holder = model.aliases[alias], stored.get(model.ties[alias])
+            if alias not in stored and holder is not None:
+                slot = Slot(key, holder.shape, alias, holder.live_shape, transpose=holder.transpose)
+                yield self._op(key, holder.key, [slot])
         if len(self.rows) > 1:
             sizes = " and ".join(map(str, sorted(self.rows)))
             self.findings.append(f"input and output embedding need equal rows, but have {sizes}")
-        if not self.model.findings:  # these findings would only repeat them
+        if not model.findings:  # these findings would only repeat them
             self.findings += [
                 f"{name}: changed by the adapter, but no tensor of the base contains it"
                 for name in sorted(self.changed - self.used)
             ]
 
-    def _op(self, key: str, slots: Sequence[Slot]) -> Op:
-        if len(slots) == 1 and slots[0].whole:
-            return self._changed(key, key, slots[0])
+    def _op(self, name: str, key: str, slots: Sequence[Slot]) -> Op:
+        """Return the operation that writes base tensor `key`, with its changes, as `name`."""
+        op = plain_op(name, f"{BASE}:{key}", self.base[key])
+        is_fused = len(slots) > 1 or any(not slot.whole for slot in slots)
         for slot in slots:
-            name = self._name(slot.live)
-            if name in self.changed:
-                self.used.add(name)
+            live, ties = slot.live, self.model.ties
+            live = live if live in self.changes.unties else ties.get(live, live)
+            if not is_fused:
+                if live != slot.live and live in self.changes.replacements:
+                    self.copied.append(name)
+                op = self._with(op, slot, live)
+            elif live in self.changed:
+                self.used.add(live)
                 self.findings.append(
                     f"{slot.live}: changed by the adapter; stored fused with others in {key}, "
                     "which this merge cannot split: merge it with peft's merge_and_unload"
                 )
-        op = self._by_key(plain_op(key, f"{BASE}:{key}", self.base[key]))
+        if name in self.changed and name not in self.model.parameters:
+            # A part of a live tensor is named by its key on disk.
+            op = self._with(op, Slot(name, op.shape, name, op.shape), name)
         quantization = self._quantization(op, slots[0]) if slots else None
-        if quantization is not None and quantization.get("base") == "dequantized":
+        if is_fused and quantization is not None and quantization.get("base") == "dequantized":
             self.findings.append(f"{key}: fuses layers that training quantised one by one")
-        return op
-
-    def _stored_apart(self) -> Iterator[Op]:
-        """Yield the operations of untied tensors that have no key in the base yet."""
-        stored = {slot.live: slot for slot in self.model.slots}
-        for alias in self.changes.unties:
-            key, holder = self.model.aliases[alias], stored.get(self.model.ties[alias])
-            if alias not in stored and holder is not None:
-                slot = Slot(key, holder.shape, alias, holder.live_shape, transpose=holder.transpose)
-                yield self._changed(key, holder.key, slot)
-
-    def _changed(self, name: str, key: str, slot: Slot) -> Op:
-        """Return the operation that writes base tensor `key`, changed at `slot`, as `name`."""
-        live = self._name(slot.live)
-        if live != slot.live and live in self.changes.replacements:
-            self.copied.append(name)
-        plain = plain_op(name, f"{BASE}:{key}", self.base[key])
-        op = self._by_key(self._with(plain, slot, live))
-        return replace(op, quantization=self._quantization(op, slot))
-
-    def _name(self, live: str) -> str:
-        """Return the name under which `Changes` lists a live tensor."""
-        return live if live in self.changes.unties else self.model.ties.get(live, live)
-
-    def _by_key(self, op: Op) -> Op:
-        """Add the changes that name a part of a live tensor by its key on disk."""
-        if op.name not in self.changed or op.name in self.model.parameters:
-            return op
-        return self._with(op, Slot(op.name, op.shape, op.name, op.shape), op.name)
+        return op if is_fused else replace(op, quantization=quantization)
 
     def _with(self, op: Op, slot: Slot, name: str) -> Op:
         """Add the replacement and the terms that are listed under `name`."""
         self.used.add(name)
-        source = self.changes.replacements.get(name)
+        source, terms = self.changes.replacements.get(name), list(op.terms)
         if source is not None:
             self.replaced[op.source] = source
-            replaced, shape = self.changes.operands[source], op.shape
-            if tuple(replaced.shape) != slot.live_shape:  # an embedding that grew
-                shape = tuple(replaced.shape)
+            tensor, shape = self.changes.operands[source], op.shape
+            if tuple(tensor.shape) != slot.live_shape:  # an embedding that grew
+                shape = tuple(tensor.shape)
                 self.rows.add(shape[0])
                 if not slot.is_renamed:
                     self.findings.append(f"{slot.live}: grew, but the base stores it in parts")
@@ -290,23 +246,20 @@ class _Merging:
                 op,
                 shape=shape,
                 source=source,
-                source_dtype=replaced.dtype,
+                source_dtype=tensor.dtype,
                 start=slot.start,
                 transpose=slot.transpose,
                 packed=None,
             )
-        terms = list(self._terms(slot, self.changes.terms.get(name, ())))
-        if terms and not is_float(op.source_dtype):
-            tensor = describe(op.shape, op.source_dtype)
-            self.findings.append(f"{op.key}: {tensor} is not a float tensor, so it cannot change")
-        return replace(op, terms=(*op.terms, *terms))
-
-    def _terms(self, slot: Slot, terms: Sequence[Term]) -> Iterator[Term]:
-        for term in terms:
+        for term in self.changes.terms.get(name, ()):
             try:
-                yield carry(term, slot)
+                terms.append(carry(term, slot))
             except ValueError as error:
                 self.findings.append(str(error))
+        if terms and not is_float(op.source_dtype):
+            text = describe(op.shape, op.source_dtype)
+            self.findings.append(f"{op.key}: {text} is not a float tensor, so it cannot change")
+        return replace(op, terms=tuple(terms))
 
     def _quantization(self, op: Op, slot: Slot) -> Mapping[str, Any] | None:
         """Return the 4-bit settings that apply to a tensor; None for none.

@@ -137,20 +137,19 @@ class Pairing:
                 continue
             for index, name in enumerate(names):
                 prefix = PEFT_PREFIX + module + ".base_layer" * (len(names) - 1 - index)
-                self._take_parameter(module, name, prefix)
-
-    def _take_parameter(self, module: str, name: str, prefix: str) -> None:
-        a, b = (f"{prefix}.lora_{half}.weight" for half in "AB")
-        shape = self.model.parameters[name]
-        if len(shape) not in (2, 3):
-            self.findings.append(f"{name}: targeted, but neither a matrix nor a stack of them")
-            return
-        experts = shape[0] if len(shape) == 3 else 1
-        rank = self.config.rank_of(name) * experts
-        turned = len(shape) == 3 and self._is_turned(module, name, (a, b), rank)
-        inner, outer = shape[-2:] if turned else shape[:-3:-1]
-        term = _pair(a, b, self.config.scale_of(name), transpose=turned, experts=experts)
-        self._take(name, {a: (rank, inner), b: (outer, rank)}, term, alone=self._is_tied(name))
+                a, b = (f"{prefix}.lora_{half}.weight" for half in "AB")
+                shape = self.model.parameters[name]
+                if len(shape) not in (2, 3):
+                    self.findings.append(f"{name}: targeted, but no matrix nor a stack of them")
+                    continue
+                experts = shape[0] if len(shape) == 3 else 1
+                rank = self.config.rank_of(name) * experts
+                turned = len(shape) == 3 and self._is_turned(module, name, (a, b), rank)
+                inner, outer = shape[-2:] if turned else shape[:-3:-1]
+                scale = self.config.scale_of(name)
+                term = _pair(a, b, scale, transpose=turned, experts=experts)
+                shapes = {a: (rank, inner), b: (outer, rank)}
+                self._take(name, shapes, term, alone=self._is_tied(name))
 
     def _is_turned(self, module: str, name: str, pair: tuple[str, str], rank: int) -> bool:
         """Return True if A works on the second to last axis of a stack of experts, B on the last.
@@ -250,7 +249,20 @@ class Pairing:
     def problems(self) -> list[str]:
         """Return the tensors that are missing, of another shape, or unexpected."""
         wanted, file = self.wanted, self.file
-        problems = [f"{key}: {text}" for key in wanted if (text := self._misfit(key))]
+        problems = []
+        for key, shape in wanted.items():
+            tensor = file.get(key)
+            if tensor is None:
+                problems.append(f"{key}: missing")
+            elif 0 in tensor.shape or not tensor.shape:
+                why = "saved under ZeRO-3 or FSDP without gathering it first"
+                problems.append(f"{key}: is {list(tensor.shape)}: {why}")
+            elif tuple(tensor.shape) != shape:
+                why = f"the model and the rank need {list(shape)}"
+                problems.append(f"{key}: is {list(tensor.shape)}, {why}")
+            elif not is_float(tensor.dtype):
+                text = describe(tensor.shape, tensor.dtype)
+                problems.append(f"{key}: {text} is not a float tensor")
         unexpected = sorted(set(file) - set(wanted) - set(self.dropped()))
         present = sum(key in file for key in wanted)
         if not present:  # a finding for each tensor would say the same thousands of times
@@ -262,18 +274,6 @@ class Pairing:
         elif present < len(wanted):
             problems.insert(0, f"the adapter has only {present} of {len(wanted)} needed tensors")
         return problems + [f"{key}: unexpected" for key in unexpected]
-
-    def _misfit(self, key: str) -> str:
-        tensor, shape = self.file.get(key), self.wanted[key]
-        if tensor is None:
-            return "missing"
-        if 0 in tensor.shape or not tensor.shape:
-            return f"is {list(tensor.shape)}: saved under ZeRO-3 or FSDP without gathering it first"
-        if tuple(tensor.shape) != shape:
-            return f"is {list(tensor.shape)}, the model and the rank need {list(shape)}"
-        if not is_float(tensor.dtype):
-            return f"{describe(tensor.shape, tensor.dtype)} is not a float tensor"
-        return ""
 
     def dropped(self) -> dict[str, tuple[str, str]]:
         """Return the tensors that the merge does not need, each with the reason and its original.
@@ -290,10 +290,16 @@ class Pairing:
             original = plain if ".modules_to_save." in key else ""
             return "a copy that peft keeps beside the trained tensor", original
         for alias, holder in self.model.ties.items():
-            partners = self.model.partners(alias)
+            module = PEFT_PREFIX + alias.removesuffix(".weight")
             for piece in self.pieces:
-                shared = piece.target in partners and not piece.alone
-                if shared and {key, plain} & set(_tied_keys(alias, piece)):
+                if piece.alone or piece.target not in self.model.partners(alias):
+                    continue
+                names = tuple(f"{module}.lora_{half}.weight" for half in "AB")
+                if isinstance(piece.term, Rows):
+                    names = (f"{module}.token_adapter.trainable_tokens_delta",)
+                if piece.stored:
+                    names = _stored_keys(module.removeprefix(PEFT_PREFIX))
+                if {key, plain} & set(names):
                     original = "" if ".original_module." in key else piece.stored
                     return f"tied to {holder}, which is stored too", original
         return "", ""
@@ -324,16 +330,6 @@ def _stored_keys(module: str) -> tuple[str, ...]:
     """Return the keys under which peft may store a full embedding."""
     infixes = ("", "base_layer.", "token_adapter.base_layer.")
     return tuple(f"{PEFT_PREFIX}{module}.{infix}weight" for infix in infixes)
-
-
-def _tied_keys(name: str, piece: Piece) -> tuple[str, ...]:
-    """Return the keys under which peft stores a piece again, for another name of a tied tensor."""
-    module = name.removesuffix(".weight")
-    if piece.stored:
-        return _stored_keys(module)
-    if isinstance(piece.term, Rows):
-        return (f"{PEFT_PREFIX}{module}.token_adapter.trainable_tokens_delta",)
-    return tuple(f"{PEFT_PREFIX}{module}.lora_{half}.weight" for half in "AB")
 
 
 def renamed_keys(model: Model) -> dict[str, str]:
@@ -377,15 +373,11 @@ def _by_disk_names(model: Model) -> Model:
             modules[module] = kind
         if now in model.transposed:
             transposed.add(module)
-
-    def renamed(module: str) -> str:
-        return names.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
-
+    embeddings = (f"{each}.weight" for each in (model.input_embedding, model.output_embedding))
     return Model(
         parameters,
         modules,
-        ties={names.get(alias, alias): names.get(to, to) for alias, to in model.ties.items()},
-        transposed=frozenset(transposed),
-        input_embedding=renamed(model.input_embedding),
-        output_embedding=renamed(model.output_embedding),
+        {names.get(alias, alias): names.get(to, to) for alias, to in model.ties.items()},
+        frozenset(transposed),
+        *(names.get(each, each).removesuffix(".weight") for each in embeddings),
     )

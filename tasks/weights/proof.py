@@ -62,7 +62,7 @@ _UNIT = 2.0**-24
 # A merge of ours.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recomputed:
     """Result of the recomputation of one tensor."""
 
@@ -74,7 +74,23 @@ class Recomputed:
 
 def recompute(plan: Plan, sources: Sources, merged: Tensors) -> list[Recomputed]:
     """Recompute sampled rows of every tensor of a merge of ours, in fp64."""
-    return [_recomputed(op, sources, merged) for op in plan.ops]
+    results = []
+    for op in plan.ops:
+        reason = comparable(op, sources)
+        if not reason and op.dtype not in NUMPY:
+            reason = f"written as {op.dtype}"
+        result = Recomputed(op.name, skipped=reason)
+        results.append(result)
+        if reason:
+            continue
+        with Values(merged[op.name], op.shape) as written:
+            read = _rows_as_trained(op, sources)
+            for block in blocks(op, sources, np.float64, sampled=True, read=read):
+                values = written.rows(block.first, block.first + len(block.base))
+                low, high = _rounded_range(op, block)
+                result.wrong += int(np.count_nonzero(~((low <= values) & (values <= high))))
+                result.elements += values.size
+    return results
 
 
 def recomputed_check(results: Sequence[Recomputed]) -> Check:
@@ -89,23 +105,6 @@ def recomputed_check(results: Sequence[Recomputed]) -> Check:
         text += f"; {len(skipped)} not recomputed: {skipped[0].name}, {skipped[0].skipped}"
     expected = "base + scale * B A, rounded once"
     return Check("sampled rows", expected, text, ok=not wrong, hint=_HINT)
-
-
-def _recomputed(op: Op, sources: Sources, merged: Tensors) -> Recomputed:
-    reason = comparable(op, sources)
-    if not reason and op.dtype not in NUMPY:
-        reason = f"written as {op.dtype}"
-    if reason:
-        return Recomputed(op.name, skipped=reason)
-    elements, wrong = 0, 0
-    with Values(merged[op.name], op.shape) as written:
-        read = _rows_as_trained(op, sources)
-        for block in blocks(op, sources, np.float64, sampled=True, read=read):
-            values = written.rows(block.first, block.first + len(block.base))
-            low, high = _rounded_range(op, block)
-            wrong += int(np.count_nonzero(~((low <= values) & (values <= high))))
-            elements += values.size
-    return Recomputed(op.name, elements, wrong)
 
 
 def _rounded_range(op: Op, block: Block) -> tuple[Array, Array]:
@@ -133,7 +132,7 @@ def _fp32_error(block: Block, *, changed: bool) -> Array:
     error = 2 * _UNIT * np.abs(block.base)
     if block.stretch is not None:
         # Norms in fp32 sum squares in any order.
-        sums = 8 + sqrt(values.size / block.stretch.size)
+        sums = 8 + sqrt(values.shape[1])
         error = error * np.abs(block.stretch) + sums * _UNIT * np.abs(values)
     error = error + block.roundings * _UNIT * block.size
     return error + 2 * _UNIT * np.abs(values) if changed else error
@@ -142,8 +141,7 @@ def _fp32_error(block: Block, *, changed: bool) -> Array:
 def _nearest(values: Array, dtype: str) -> Array:
     """Round to fp32 and then to a dtype, as a merge does; monotone."""
     with np.errstate(over="ignore"):
-        wide = values.astype(np.float32)
-    return rounded(wide, dtype)
+        return rounded(values.astype(np.float32), dtype)
 
 
 def _rows_as_trained(op: Op, sources: Sources) -> Callable[[int, int], Array] | None:
@@ -266,16 +264,10 @@ class Sums:
         fit = min(fits, key=lambda each: abs(each.factor) - SIGMAS * each.noise)
         return 1.0 + fit.factor, fit.noise
 
-    def is_right(self, margin: float) -> bool:
-        """Return True if rounding, to nearest or without bias, explains every difference."""
+    def is_once(self, margin: float) -> bool:
+        """Return True if the change was added once: the factor is 1 up to margin and noise."""
         factor, noise = self.closest
-        return not self.beyond and abs(factor - 1.0) <= margin + SIGMAS * noise
-
-    def explain(self) -> bool:
-        """Return True if the mistake that it was compared with explains the tensor."""
-        factor, noise = self.closest
-        fits = abs(factor - 1.0) <= SCALE_MARGIN + SIGMAS * noise
-        return fits and self.beyond <= _EXCEPT * self.elements
+        return abs(factor - 1.0) <= margin + SIGMAS * noise
 
 
 @dataclass(frozen=True)
@@ -355,25 +347,23 @@ def _verdict(op: Op, sources: Sources, merged: Tensors) -> Verdict:
     stored = merged.get(op.name)
     if stored is None:
         return Verdict(op.name, State.MISSING, touched)
-    note, shape = "", tuple(stored.shape)
-    reason = comparable(op, sources)
-    if not reason and stored.dtype not in NUMPY:
-        reason = f"stored in {stored.dtype}"
-    if reason:
-        if not touched and _same_bytes(op, sources, stored):
-            return Verdict(op.name, State.RIGHT, touched)
-        return Verdict(op.name, State.NOT_COMPARED, touched, note=reason)
+    note, shape = comparable(op, sources), tuple(stored.shape)
+    if not note and stored.dtype not in NUMPY:
+        note = f"stored in {stored.dtype}"
+    if note and not touched and _same_bytes(op, sources, stored):
+        return Verdict(op.name, State.RIGHT, touched)
+    rows = _common_rows(op, shape)
+    if not note and shape != op.shape and not rows:
+        note = f"shape {list(shape)}, expected {list(op.shape)}"
+    if note:
+        return Verdict(op.name, State.NOT_COMPARED, touched, note=note)
     if shape != op.shape:
-        rows = _common_rows(op, shape)
-        if not rows:
-            note = f"shape {list(shape)}, expected {list(op.shape)}"
-            return Verdict(op.name, State.NOT_COMPARED, touched, note=note)
         note = f"{shape[0]} rows, {op.shape[0]} in the base: {rows} are compared"
         op = replace(op, shape=(rows, *op.shape[1:]))
     with Values(stored, op.shape) as values:
         sums = compare(op, sources, values)
         state, scale, packed = State.RIGHT, 1.0, False
-        if not sums.is_right(DORA_MARGIN if is_dora(op) else SCALE_MARGIN):
+        if sums.beyond or not sums.is_once(DORA_MARGIN if is_dora(op) else SCALE_MARGIN):
             state, scale, packed = _diagnosis(op, sources, values, sums)
     return Verdict(op.name, state, touched, scale, packed, sums, note)
 
@@ -387,17 +377,15 @@ def _diagnosis(op: Op, sources: Sources, values: Values, sums: Sums) -> tuple[St
     if op.terms and abs(sums.kept_share - 1.0) > SCALE_MARGIN:
         guesses.append((sums.kept_share, False))
     for scale, packed in guesses:
-        if compare(op, sources, values, scale=scale, packed=packed).explain():
-            return _state_of(scale), scale, packed
+        guess = compare(op, sources, values, scale=scale, packed=packed)
+        if not guess.is_once(SCALE_MARGIN) or guess.beyond > _EXCEPT * guess.elements:
+            continue
+        if abs(scale - 1.0) <= SCALE_MARGIN:
+            return State.RIGHT, scale, packed
+        if abs(scale) <= _NEAR:
+            return State.LEFT_OUT, scale, packed
+        return State.TWICE if abs(scale - 2.0) <= _NEAR else State.SCALED, scale, packed
     return State.CHANGED, 1.0, False
-
-
-def _state_of(scale: float) -> State:
-    if abs(scale - 1.0) <= SCALE_MARGIN:
-        return State.RIGHT
-    if abs(scale) <= _NEAR:
-        return State.LEFT_OUT
-    return State.TWICE if abs(scale - 2.0) <= _NEAR else State.SCALED
 
 
 def _common_rows(op: Op, shape: Sequence[int]) -> int:

@@ -65,10 +65,9 @@ def write(
     *,
     workers: int | None = None,
 ) -> Executed:
-    """Validate and execute a plan.
+    """Validate and execute a plan; `out` is a folder that gets the weight files and their index.
 
     Args:
-        out: existing directory; gets the weight files and their index.
         stem: start of the file names: "model" or "adapter_model".
         scan: read values of tensors too whose hashes are known.
         workers: number of threads; None for the number of cores that this process may use.
@@ -87,20 +86,33 @@ def write(
     try:
         with contextlib.ExitStack() as handles:
             for file in files:
+                path = out / file.name
                 if file.link is not None:
-                    link_or_copy(file.link, out / file.name)
+                    link_or_copy(file.link, path)
                     for op in file.ops:
                         known = str(_known_hash(op, sources))
                         tensors[op.name] = Written(file.name, known, copied=True)
-                else:
-                    path = out / file.name
-                    handle = _claimed(path, file)
+                    continue
+                # Replaced, never overwritten: an old file may be a hard link to an input.
+                path.unlink(missing_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                with _refused(path):
+                    handle = os.open(path, flags, 0o644)
                     handles.callback(os.close, handle)
-                    targets += [(op, file.starts[op.name], path, handle) for op in file.ops]
+                    # Allocated now: a full disk is noticed before hours of work, not after.
+                    os.posix_fallocate(handle, 0, file.size)
+                write_at(handle, memoryview(file.head), 0, path)
+                targets += [(op, file.starts[op.name], path, handle) for op in file.ops]
             tensors |= _write_all(targets, sources, workers, scan)
         if len(files) > 1:
+            places = {op.name: file.name for file in files for op in file.ops}
+            document = {
+                "metadata": {"total_size": plan.nbytes},
+                "weight_map": dict(sorted(places.items())),
+            }
             with _refused(out):
-                _write_index(out, files, stem)
+                text = json.dumps(document, indent=2) + "\n"
+                (out / f"{stem}.safetensors.index.json").write_text(text)
     except BaseException:
         for file in files:
             (out / file.name).unlink(missing_ok=True)
@@ -197,16 +209,6 @@ def _same_file(ops: Sequence[Op], sources: Sources) -> Path | None:
     return path if shapes == {op.name: op.shape for op in ops} else None
 
 
-def _write_index(root: Path, files: Sequence[OutFile], stem: str) -> None:
-    places = {op.name: file.name for file in files for op in file.ops}
-    document = {
-        "metadata": {"total_size": sum(op.nbytes for file in files for op in file.ops)},
-        "weight_map": dict(sorted(places.items())),
-    }
-    path = root / f"{stem}.safetensors.index.json"
-    path.write_text(json.dumps(document, indent=2) + "\n")
-
-
 def require_space(root: Path, nbytes: int) -> None:
     """Raise ArtifactError if the disk has less than `nbytes` free."""
     free = shutil.disk_usage(root).free
@@ -220,8 +222,7 @@ def require_space(root: Path, nbytes: int) -> None:
 def parse_size(text: str | int) -> int:
     """Parse a size in bytes: "5GB" -> 5_000_000_000. Also B, KB, MB, KiB, MiB, GiB, plain numbers.
 
-    Raises:
-        ConfigError: not a size, or 0.
+    Raises ConfigError for anything else, and for 0.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", str(text).upper())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
@@ -326,47 +327,20 @@ def link_or_copy(source: Path, target: Path) -> None:
     """Give `target` the bytes of a file: a hard link within one store of artifacts, else a copy.
 
     A hard link shares its bytes with the source for good, so the source must be a published
-    artifact, and both become read-only.
-
-    Raises:
-        ArtifactError: `target` cannot be written.
+    artifact, and both become read-only. Raises ArtifactError if `target` cannot be written.
     """
     real = source.resolve()  # link to the file itself, not to a symbolic link
+    # A store is `<paths.runs>/artifacts`, with a folder `<kind>/<key>` for each artifact.
+    folder, store = real.parent, target.resolve().parent.parent.parent
+    in_store = store.name == "artifacts" and folder.parent.parent == store
     target.unlink(missing_ok=True)
     with _refused(target):
-        if _in_one_store(real, target):
+        if in_store and artifact_name(folder) == (folder.parent.name, folder.name):
             with contextlib.suppress(OSError):  # a file system without hard links
                 os.link(real, target)
                 target.chmod(target.stat().st_mode & 0o444)
                 return
         copy_file(real, target)
-
-
-def _in_one_store(source: Path, target: Path) -> bool:
-    """Return True if `source` is a published artifact of the store that `target` is made in.
-
-    A store is `<paths.runs>/artifacts`, with a folder `<kind>/<key>` for each artifact.
-    """
-    folder, store = source.parent, target.resolve().parent.parent.parent
-    if store.name != "artifacts" or folder.parent.parent != store:
-        return False
-    return artifact_name(folder) == (folder.parent.name, folder.name)
-
-
-def _claimed(path: Path, file: OutFile) -> int:
-    """Open a new output file, allocate all its space and write its header. Returns its handle."""
-    # Replaced, never overwritten: an old file may be a hard link to an input.
-    path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        # Allocates the space now: a full disk is noticed before hours of work, not after.
-        with _refused(path):
-            os.posix_fallocate(handle, 0, file.size)
-        write_at(handle, memoryview(file.head), 0, path)
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
 
 
 @contextlib.contextmanager

@@ -63,10 +63,10 @@ def test_operations_and_terms_that_do_not_fit_are_named(inputs) -> None:
             missed.append((thing, findings))
     assert missed == []
     several = _with("wide", source="base:none", terms=())
-    several = replace(several, ops=(*several.ops, several.ops[-1]), shards=(1,))
+    several = replace(several, ops=(*several.ops, several.ops[-1]))
     with pytest.raises(ContractError) as caught:
         validate(several, inputs)
-    for thing in ("expert.2", "shards", "base has no none", "base:wide", "adapter:wide.B"):
+    for thing in ("expert.2", "base has no none", "base:wide", "adapter:wide.B"):
         assert thing in caught.value.report()
 
 

@@ -7,7 +7,7 @@ tensor is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from tasks.weights.perform import Perform, perform
 from tasks.weights.plan import Plan
 from tasks.weights.shards import read_partitions
 from tasks.weights.write import write
-from tasks.weights.written import gathered
+from tasks.weights.written import Executed, gathered
 
 SHARD_BYTES = 5 * 10**9
 
@@ -91,34 +91,28 @@ def gather(
     if not all(check.ok for check in checks):
         return StageReport("adapter" if is_adapter else "weights", tuple(checks))
     source.copy_side_files(out, config=not is_adapter)
-    measured = ModelRef(
-        path=base,
-        adapter=out,
-        quantization=source.quantization,
-        dtype=source.dtype,
-        attn_implementation=source.attn_implementation,
-    )
-    return _write(
+    done, values = _write(out, plan, sources, trained / ADAPTER_CONFIG if is_adapter else None, log)
+    attention = source.attn_implementation
+    return stage_report(
+        "adapter" if is_adapter else "weights",
         out,
         plan,
-        sources,
-        checks=checks,
-        adapter_config=trained / ADAPTER_CONFIG if is_adapter else None,
-        # In the dtype of training: the same numbers are expected.
-        model=measured if is_adapter else replace(measured, path=out, adapter=None),
+        done,
+        [*checks, *values],
+        measuring=Live(scorer.measure, trained, profile, attention, scorer=scorer),
         notes={
             "mode": parts.mode,
             "world_size": parts.world_size,
             "quantization": dict(source.quantization) if source.quantization else None,
         },
-        measuring=Live(
-            scorer.measure,
-            trained,
-            profile,
-            source.attn_implementation,
-            scorer=scorer,
+        # In the dtype of training: the same numbers are expected.
+        model=ModelRef(
+            base if is_adapter else out,
+            out if is_adapter else None,
+            source.quantization,
+            source.dtype,
+            attention,
         ),
-        log=log,
     )
 
 
@@ -169,29 +163,21 @@ def gather_foreign(
 ) -> StageReport:
     """Gather the partitions of another trainer's ranks, by the plan of a delivery."""
     work = planned()
-    plan = work.gather
+    plan, config = work.gather, work.adapter_config
     assert plan is not None
     names = {source.partition(":")[0] for source in plan.dropped}
     names |= {op.input for op in plan.ops}
-    if work.merge is None:
+    if config is None:
         write_weights_files(out, work, base or trained)
-    sources = {name: work.opened[name] for name in names}
-    return _write(out, plan, sources, adapter_config=work.adapter_config, log=log)
+    done, checks = _write(out, plan, {name: work.opened[name] for name in names}, config, log)
+    kind = "weights" if config is None else "adapter"
+    return stage_report(kind, out, plan, done, checks, measuring=None)
 
 
 def _write(
-    out: Path,
-    plan: Plan,
-    sources: Sources,
-    *,
-    adapter_config: Path | None,  # PEFT's configuration of the adapter; None for a full model
-    log: Log,
-    checks: Sequence[Check] = (),  # of the contract
-    model: ModelRef | None = None,
-    notes: Mapping[str, Any] | None = None,
-    measuring: Measuring | None = None,
-) -> StageReport:
-    """Write the tensors of an adapter or of a full model, and check the values of each."""
+    out: Path, plan: Plan, sources: Sources, adapter_config: Path | None, log: Log
+) -> tuple[Executed, list[Check]]:
+    """Write the tensors of an adapter (with its configuration) or a model; check their values."""
     log.info("gather: %d tensors", len(plan.ops))
     done = write(plan, sources, out, WEIGHTS if adapter_config is None else ADAPTER, scan=True)
     if adapter_config is not None:
@@ -200,13 +186,4 @@ def _write(
         if isinstance(config.get("target_modules"), list):
             config["target_modules"] = sorted(config["target_modules"])
         write_json(out / ADAPTER_CONFIG, {**config, "inference_mode": True})
-    return stage_report(
-        "weights" if adapter_config is None else "adapter",
-        out,
-        plan,
-        done,
-        [*checks, *gathered(plan, done)],
-        measuring=measuring,
-        notes=notes,
-        model=model,
-    )
+    return done, gathered(plan, done)

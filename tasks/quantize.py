@@ -8,10 +8,9 @@ that a refusal names the layer that lost most. `smoke_eval` then serves both fol
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tasks.pipeline.artifact import MANIFEST
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import CONTRACT
 from tasks.process.launch import launch
+from tasks.process.output import Log
 from tasks.serving.llama_cpp import find_programs
 from tasks.serving.prompts import chat
 from tasks.serving.reference.requests import layer_errors
@@ -46,7 +46,6 @@ from tasks.weights.write import parse_size, write
 from tasks.weights.written import values_read
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
-Log = logging.Logger | logging.LoggerAdapter[Any]
 CONVERTED = ("f16", "bf16", "q8_0")
 """Types of GGUF that llama.cpp's converter writes; its quantiser makes all others from bf16."""
 TRAINING_ROWS = "train.jsonl"
@@ -83,15 +82,16 @@ def quantize(
     """
     tokens = row_tokens(scorer, served, data, TRAINING_ROWS, rows, reference=reference)
     if scheme.startswith(GGUF):
-        made = by_llama_cpp(out, served, scheme.removeprefix(GGUF), llama_cpp, log, log_path)
+        kind = scheme.removeprefix(GGUF)
+        checks, metrics, made = by_llama_cpp(out, served, kind, llama_cpp, log, log_path)
     else:
         limit = parse_size(max_shard_size)
-        made = _compressed(out, served, scheme, limit, scorer)
+        checks, metrics, made = _compressed(out, served, scheme, limit, scorer)
     source = "probes of the fingerprint" if data is None else f"data: {TRAINING_ROWS}"
     calibration = {"source": source, "rows": len(tokens)}
-    notes = {"scheme": scheme, "calibration": calibration, **made.notes}
-    report = StageReport("served", tuple(made.checks), made.metrics, notes)
-    log.info("quantize: %s, %.0f %% of the size", scheme, 100 * made.metrics["size_ratio"])
+    notes = {"scheme": scheme, "calibration": calibration, **made}
+    report = StageReport("served", tuple(checks), metrics, notes)
+    log.info("quantize: %s, %.0f %% of the size", scheme, 100 * metrics["size_ratio"])
     if not all(check.ok for check in report.checks):
         return report
     model = ModelRef(served, dtype=dtype_of(served), attn_implementation=attn_implementation)
@@ -118,13 +118,8 @@ def quantize(
     )
 
 
-@dataclass(frozen=True)
-class _Made:
-    """Checks and numbers of a written folder, before it is measured."""
-
-    checks: Sequence[Check]
-    metrics: dict[str, float]
-    notes: dict[str, Any]
+_Made = tuple[Sequence[Check], dict[str, float], dict[str, Any]]
+"""Checks, metrics and notes of a written folder, before it is measured."""
 
 
 def _compressed(out: Path, served: Path, scheme: str, limit: int, scorer: ReferenceScorer) -> _Made:
@@ -148,7 +143,7 @@ def _compressed(out: Path, served: Path, scheme: str, limit: int, scorer: Refere
         "bytes": float(nbytes),
         "tensors": float(len(named)),
     }
-    return _Made(checks, metrics, {"left_alone": ignore})
+    return checks, metrics, {"left_alone": ignore}
 
 
 def by_llama_cpp(
@@ -182,7 +177,7 @@ def by_llama_cpp(
     write_json(out / CONFIG, read_json(served / CONFIG))
     size = file.stat().st_size
     ratio = size / size_of(read_checkpoint(served))
-    return _Made((), {"size_ratio": ratio, "bytes": float(size)}, {"file": file.name})
+    return (), {"size_ratio": ratio, "bytes": float(size)}, {"file": file.name}
 
 
 def row_tokens(
@@ -238,9 +233,8 @@ def heldout_loss(
     )
     count = len(before)
     rises = [new - old for old, new in zip(before, after, strict=True)]
-    rise = sum(rises) / count
+    rise, loss = sum(rises) / count, sum(before) / count
     error = (sum((each - rise) ** 2 for each in rises) / count**2) ** 0.5
-    loss = sum(before) / count
     allowed = limit.mean_kl * max(1.0, loss)
     check = Check(
         "held-out loss beside 16 bits",

@@ -82,7 +82,18 @@ class Chain:
     def deliver(self, data: Artifact) -> Delivered:
         """Run all stages after prepare_data, to smoke_eval, smoke_quantized or lm_eval."""
         peft, base = self.settings["peft"], self._prepare_base()
-        trained = self._train(base, data)
+        inputs = {"base": base, "data": data}
+        if self._continued is not None:
+            inputs["adapter"] = self._continued
+        trained = train_stage(
+            self.settings,
+            self.mechanism,
+            self.scorer,
+            self.vllm,
+            inputs=inputs,
+            reward=self.reward,
+            leader=self.leader,
+        )
         is_adapter = peft["kind"] != "none"
         gathered = self._run(
             GATHER_ADAPTER if is_adapter else GATHER_WEIGHTS,
@@ -94,8 +105,15 @@ class Chain:
         before = self.earlier.served if self.earlier else base
         handoff = self._hand_off(trained, gathered, base, before, data)
         served, quantized = handoff.to_served(gathered, base if is_adapter else None)
-        if self.settings["eval"]["lm_eval"] and self.settings["train"]["objective"] != "reward":
-            self._lm_eval(served.artifact, before)
+        tasks, limit = (self.settings["eval"][key] for key in ("lm_eval", "lm_eval_limit"))
+        if tasks and self.settings["train"]["objective"] != "reward":
+            self._run(
+                LM_EVAL,
+                lm_eval,
+                inputs={"served": served.artifact, "base": before},
+                config={"tasks": tasks, "files": identity(tasks), "limit": limit},
+                context={"log_path": self.mechanism.logs / "lm_eval.log"},
+            )
         adapter = gathered if is_adapter else None
         last = quantized.artifact if quantized else None
         return Delivered(served.artifact, base, adapter, peft, last)
@@ -123,20 +141,6 @@ class Chain:
         if self.earlier is None or not continues(self.earlier.peft, self.settings["peft"]):
             return None
         return self.earlier.adapter
-
-    def _train(self, base: Artifact, data: Artifact) -> Artifact:
-        inputs = {"base": base, "data": data}
-        if self._continued is not None:
-            inputs["adapter"] = self._continued
-        return train_stage(
-            self.settings,
-            self.mechanism,
-            self.scorer,
-            self.vllm,
-            inputs=inputs,
-            reward=self.reward,
-            leader=self.leader,
-        )
 
     def _hand_off(
         self,
@@ -189,29 +193,15 @@ class Chain:
         config["prompts"] = "chat"
         if self.rows is PROMPTS:
             config["temperature"] = self.settings["rollout"]["temperature"]
-            if (reward := self._reward_model()) is not None:
-                inputs["reward"] = reward
+            folder = self.settings["reward"]["model"]
+            if self.reward is not None:
+                inputs["reward"] = self.reward
+            elif folder is not None:
+                path = Path(folder)
+                inputs["reward"] = Artifact("served", path.expanduser(), model_digest(path))
         if function := self.settings["eval"]["function"]:
             config["function"] = Measure.of(function)
         return inputs, config
-
-    def _reward_model(self) -> Artifact | None:
-        """Return the reward model: that of an earlier step, or the folder of `reward.model`."""
-        if self.reward is not None:
-            return self.reward
-        if (folder := self.settings["reward"]["model"]) is None:
-            return None
-        return Artifact("served", Path(folder).expanduser(), model_digest(Path(folder)))
-
-    def _lm_eval(self, served: Artifact, before: Artifact) -> None:
-        tasks, limit = (self.settings["eval"][key] for key in ("lm_eval", "lm_eval_limit"))
-        self._run(
-            LM_EVAL,
-            lm_eval,
-            inputs={"served": served, "base": before},
-            config={"tasks": tasks, "files": identity(tasks), "limit": limit},
-            context={"log_path": self.mechanism.logs / "lm_eval.log"},
-        )
 
     def _run(self, stage: Stage, function: Any, **arguments: Any) -> Artifact:
         arguments = {"inputs": {}, "config": {}, **arguments}

@@ -25,18 +25,12 @@ from tasks.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run: one model that is trained and served.
+    """One step of a run: one model that is trained and served."""
 
-    Attributes:
-        name: empty if the run has a single step.
-        rewarded: True if an earlier step trains a reward model.
-        begins_with: section `peft` of the earlier step whose model this step starts from; None if
-            it starts from `model.path`.
-    """
-
-    name: str
+    name: str  # empty if the run has a single step
     composed: Composed
-    rewarded: bool = False
+    rewarded: bool = False  # an earlier step trains a reward model
+    # section `peft` of the earlier step whose model this step starts from; None for `model.path`
     begins_with: Mapping[str, Any] | None = None
 
     @property

@@ -238,8 +238,8 @@ def _stored_small(
     """
     packed = is_packed(config)
     how = "4 bits" if packed else f"8 bits ({stored(config) or ''})"
-    chosen, other = (DEQUANTIZED, ORIGINAL) if packed else (ORIGINAL, DEQUANTIZED)
-    if mode == other:
+    chosen = DEQUANTIZED if packed else ORIGINAL
+    if mode in (ORIGINAL, DEQUANTIZED) and mode != chosen:
         raise ConfigError(
             f"merge.base={mode}, but base={base} is stored in {how} and has no other weights",
             hint="merge.base=auto; or base=<the same model in 16 bits>",
@@ -272,29 +272,27 @@ def _by_evidence(
         through = mode == DEQUANTIZED or precisions == {Precision.FOUR}
         quantization = {**details, "base": mode} if through else None
         return BaseChoice(mode, quantization, f"merge.base={mode}", warnings, evidence)
-    chosen = _MODES.get(next(iter(precisions))) if len(precisions) == 1 else None
-    if chosen is None:
-        return BaseChoice("", {**details, "base": DEQUANTIZED}, evidence=evidence)
-    quantization = {**details, "base": chosen} if chosen == DEQUANTIZED else None
-    return BaseChoice(chosen, quantization, str(evidence[0]), evidence=evidence)
+    chosen = _MODES.get(next(iter(precisions)), "") if len(precisions) == 1 else ""
+    through = chosen != ORIGINAL
+    quantization = {**details, "base": DEQUANTIZED} if through else None
+    return BaseChoice(chosen, quantization, str(evidence[0]) if chosen else "", evidence=evidence)
 
 
 def undecided(source: SourceFolder, choice: BaseChoice) -> ConfigError:
     """Return the error for an adapter whose training base is not known."""
+    details = [f"{item}: {item.precision.value}" for item in choice.evidence]
+    where, hint = f"source={source.root}", _EITHER
     if not choice.evidence:
-        return ConfigError(
-            f"source={source.root}: nothing in or above it says whether it was trained on the "
-            "base in 4 bits (QLoRA), and merged into another base than the one it was trained on "
-            "it is a worse model, which no check sees",
-            hint=_EITHER,
+        text = (
+            f"{where}: nothing in or above it says whether it was trained on the base in 4 bits "
+            "(QLoRA), and merged into another base than the one it was trained on it is a worse "
+            "model, which no check sees"
         )
-    contradict = len({item.precision for item in choice.evidence}) > 1
-    first = choice.evidence[0]
-    return ConfigError(
-        f"source={source.root}: its trainer's files contradict each other about the base"
-        if contradict
-        else f"source={source.root}: it was trained on a base {first.precision.value} "
-        f"({first}); merged into any other base it is another model",
-        details=[f"{item}: {item.precision.value}" for item in choice.evidence],
-        hint=_EITHER if contradict else "merge.base=original takes the 16-bit base all the same",
-    )
+    elif len({item.precision for item in choice.evidence}) > 1:
+        text = f"{where}: its trainer's files contradict each other about the base"
+    else:
+        first = choice.evidence[0]
+        text = f"{where}: it was trained on a base {first.precision.value} ({first})"
+        text += "; merged into any other base it is another model"
+        hint = "merge.base=original takes the 16-bit base all the same"
+    return ConfigError(text, details=details, hint=hint)

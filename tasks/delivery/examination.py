@@ -141,14 +141,14 @@ def refused(
 
 def _blocking(report: Report, *, check_base: bool, is_base: bool = False) -> list[Finding]:
     """Return the errors of a report that stop the delivery."""
+    errors = (each for each in report.findings if each.severity is Severity.ERROR)
     return [
-        finding
-        for finding in report.findings
-        if finding.severity is Severity.ERROR
+        error
+        for error in errors
         # Training and servers read a base as it is: only of a source are prefixes taken off.
-        and ((is_base and finding.code == "WRAPPER_RESIDUE")
-             or not handled(finding, report, check_base=check_base))
-    ]  # fmt: skip
+        if (is_base and error.code == "WRAPPER_RESIDUE")
+        or not handled(error, report, check_base=check_base)
+    ]
 
 
 def examined(report: Report) -> Iterator[tuple[Finding, str]]:

@@ -34,7 +34,16 @@ def require_intact(folders: Iterable[Path], store: Path) -> None:
     """
     findings: list[str] = []
     for folder in dict.fromkeys(folders):
-        findings += [f"{folder}/{problem}" for problem in _problems(folder, store)]
+        if not (manifest := read_manifest(folder)):
+            continue
+        artifact = Artifact(str(manifest["kind"]), folder, str(manifest["digest"]))
+        # Results are stored by digest: a copy and its original would overwrite each other's.
+        seen = store / ".seen" / ("" if store in folder.parents else "given")
+        try:
+            problems: Iterable[str] = intact(artifact, seen)
+        except ArtifactError as error:
+            problems = [f"{MANIFEST}: {error.message}", *error.details]
+        findings += [f"{folder}/{problem}" for problem in problems]
     if findings:
         raise ArtifactError(
             f"altered since it was published: {first_and_more(findings)}",
@@ -42,19 +51,6 @@ def require_intact(folders: Iterable[Path], store: Path) -> None:
             hint="give an intact copy, or make it again; without its manifest.json the folder is "
             "taken as it is now",
         )
-
-
-def _problems(folder: Path, store: Path) -> list[str]:
-    manifest = read_manifest(folder)
-    if not manifest:
-        return []
-    artifact = Artifact(str(manifest["kind"]), folder, str(manifest["digest"]))
-    # Results are stored by digest: a copy and its original would overwrite each other's.
-    seen = store / ".seen"
-    try:
-        return intact(artifact, seen if store in folder.parents else seen / "given")
-    except ArtifactError as error:
-        return [f"{MANIFEST}: {error.message}", *error.details]
 
 
 def require_free(out: Path, inputs: Iterable[Path]) -> None:

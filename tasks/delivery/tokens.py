@@ -90,25 +90,21 @@ class Tokens:
             write_json(own, {key: value for key, value in document.items() if key != "auto_map"})
 
     def agreement(self, out: Path, work: Work, plan: Plan) -> Iterator[Check]:
-        """Read the written files back, and check that they have the wanted contents."""
-        config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
-        stops, pad = self.stops(work.config), self.pad(work)
-        pads = [document.get("pad_token_id") for document in (config, generation)]
-        yield _equal("generation_config.json eos_token_id", stops, _ids(generation))
-        yield _equal("config.json eos_token_id", stops, _ids(config))
-        yield _equal("pad_token_id of both", [pad] * 2, pads)
-        yield _equal("config.json quantization_config", None, config.get("quantization_config"))
+        """Check that tokenizer, template and vocabulary of the written folder agree."""
+        config = read_json(out / CONFIG)
         embedding = work.facts.embedding
         shapes = {embedding: (0, 0), **{op.name: op.shape for op in plan.ops}}
-        text = config.get("text_config") or config
-        yield _equal("config.json vocab_size", shapes[embedding][0], text.get("vocab_size"))
+        rows, text = shapes[embedding][0], config.get("text_config") or config
+        size = text.get("vocab_size")
+        yield Check("config.json vocab_size", str(rows), str(size), ok=rows == size)
         reason = misread(out)
         ids, ok = reason or "the same", not reason or is_leading(reason)
         yield Check("token ids as loaded", "those of tokenizer.json", ids, ok=ok)
         if self.facts is None:
             return
         served = read_tokenizer(out)
-        yield _equal("tokenizer", self.facts.rows, served.rows)
+        same = served.rows == self.facts.rows
+        yield Check("tokenizer", str(self.facts.rows), str(served.rows), ok=same)
         expected = "the trained side's" if self.facts.template else "none"
         actual = "present" if served.template else "absent"
         same = served.template == self.facts.template
@@ -132,10 +128,6 @@ def _served_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     replaced = ("quantization_config", "torch_dtype", "auto_map")
     kept = {key: value for key, value in config.items() if key not in replaced}
     return {**kept, "dtype": dtype}
-
-
-def _equal(name: str, expected: object, actual: object) -> Check:
-    return Check(name, str(expected), str(actual), ok=expected == actual)
 
 
 def _ids(document: Mapping[str, Any]) -> list[int]:

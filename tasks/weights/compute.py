@@ -196,7 +196,7 @@ def _operand(name: str, sources: Sources) -> torch.Tensor:
 def _apply(
     term: Term, block: torch.Tensor, start: int, operand: Callable[[str], torch.Tensor]
 ) -> torch.Tensor:
-    """Apply a term in place to the fp32 rows of a tensor from `start` on."""
+    """Apply a term in place to the fp32 rows of a tensor from `start` on, experts flattened."""
     import torch
 
     if isinstance(term, Rows):
@@ -204,31 +204,21 @@ def _apply(
         inside = (rows >= 0) & (rows < len(block))
         block[rows[inside]] = operand(term.values)[inside]
         return block
-    block.add_(_low_rank(term, start, block.shape, operand(term.a), operand(term.b)))
+    a, b = operand(term.a), operand(term.b)
+    first = start + term.out_start
+    if term.experts == 1 or term.expert is not None:
+        block.add_(_product(term, first, len(block), *term.factors(a, b)))
+    else:
+        height, row = a.shape[1] if term.transpose else b.shape[0], 0
+        while row < len(block):
+            expert, low = divmod(start + row, height)
+            count = min(height - low, len(block) - row)
+            block[row : row + count] += _product(term, low, count, *term.factors(a, b, expert))
+            row += count
     if not term.magnitude:
         return block
-    magnitude = operand(term.magnitude)[start + term.out_start :][: len(block)]
+    magnitude = operand(term.magnitude)[first:][: len(block)]
     return block.mul_((magnitude / torch.linalg.vector_norm(block, dim=1)).unsqueeze(1))
-
-
-def _low_rank(
-    term: LowRank, start: int, shape: tuple[int, ...], a: torch.Tensor, b: torch.Tensor
-) -> torch.Tensor:
-    """Return `scale * B @ A` for the rows of a block, experts flattened, in the block's shape."""
-    import torch
-
-    if term.experts == 1 or term.expert is not None:
-        return _product(term, start + term.out_start, shape[0], *term.factors(a, b))
-    height = a.shape[1] if term.transpose else b.shape[0]
-    product = torch.empty(shape, dtype=torch.float32)
-    row, end = start, start + shape[0]
-    while row < end:
-        expert, first = divmod(row, height)
-        count = min(height - first, end - row)
-        own = _product(term, first, count, *term.factors(a, b, expert))
-        product[row - start : row - start + count] = own
-        row += count
-    return product
 
 
 def _product(

@@ -78,9 +78,6 @@ OPENRLHF = ("RewardModel", "CriticModel")
 BUFFERS = ("mean", "std")
 MANY_LABELS = "labels, but a reward is one number"
 """Part of the finding about a head of several labels; the audit reports those by itself."""
-STEM = "value_head"
-KEYS = ("v_head.summary.weight", "v_head.summary.bias")
-"""Keys of weight and bias in `value_head.safetensors`."""
 NO_LM_HEAD = "the language model's head: a reward model has none"
 
 _V_HEAD = re.compile(r"(pretrained_model\.)?v_head\.summary\.(weight|bias)")
@@ -384,7 +381,8 @@ def _normalisation(
     findings, buffers = list[str](), list[str]()
     for key in BUFFERS:
         value = config.get(key)
-        if type(value) in (int, float) and abs(value) <= _MAX_F32:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and is_number and abs(value) <= _MAX_F32:
             values[key] = float(value)
         elif value is not None:
             findings.append(f"config.json: {key}={str(value)[:40]} is not a number in fp32")
@@ -553,7 +551,7 @@ def reward_base(
 
 
 def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
-    """Write `value_head.safetensors`, which TRL and LLaMA-Factory read, and `value_head.json`.
+    """Write `value_head.safetensors`, which TRL and LLaMA-Factory read.
 
     Returns the keys of its tensors; their bytes are those of the source. Raises ContractError for
     a head with NaN or infinity.
@@ -561,23 +559,12 @@ def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
     from tasks.weights.write import write
 
     head, folder = detected.require(), detected.folder
-    names = dict(zip(KEYS, head.sources, strict=False))
     source = folder.sources[head.weight.partition(":")[0]]
-    part = {key: source[name.partition(":")[2]] for key, name in names.items()}
-    done = write(as_is(part, HEAD), {HEAD: part}, out, STEM, scan=True)
+    keys = ("v_head.summary.weight", "v_head.summary.bias")
+    names = zip(keys, head.sources, strict=False)
+    part = {key: source[name.partition(":")[2]] for key, name in names}
+    done = write(as_is(part, HEAD), {HEAD: part}, out, "value_head", scan=True)
     for name, written in done.tensors.items():
         if written.nonfinite:
             raise ContractError(f"{folder.root}: {name}: {written.nonfinite} elements not finite")
-    document = {
-        "format": 1,
-        "role": head.role,
-        "dialect": head.dialect,
-        "hidden_size": head.shape[1],
-        "dtype": head.dtype,
-        "bias": bool(head.bias),
-        "source": names,
-        "mean": detected.normalisation.mean,
-        "std": detected.normalisation.std,
-    }
-    (out / f"{STEM}.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
-    return tuple(names)
+    return tuple(part)

@@ -158,7 +158,9 @@ def _slots(name: str, traced: Traced, live: Shapes, disk: Shapes) -> Iterator[Sl
         key, made = traced.boxes[0].key, list(traced.shape)
         raise ValueError(f"the model has {list(live[name])}, {key} and others make {made}")
     for box in traced.boxes:
-        if not _contiguous(box.shape, traced.shape):
+        sizes = enumerate(zip(box.shape, traced.shape, strict=True))
+        cut = [axis for axis, (part, size) in sizes if part < size]
+        if cut and any(size != 1 for size in box.shape[: cut[-1]]):  # not one range of elements
             raise ValueError(f"{box.key} is scattered over {name}")
         order = [axis for axis in box.axes if axis is not None]
         straight = sorted(order)
@@ -170,12 +172,6 @@ def _slots(name: str, traced: Traced, live: Shapes, disk: Shapes) -> Iterator[Sl
         shape = disk[box.key]
         whole = prod(box.shape) == prod(shape)
         yield Slot(box.key, shape, name, traced.shape, start, order != straight, whole)
-
-
-def _contiguous(box: Shape, whole: Shape) -> bool:
-    """Return True if a box of a tensor is contiguous in the flattened tensor."""
-    cut = [axis for axis, (part, size) in enumerate(zip(box, whole, strict=True)) if part < size]
-    return not cut or all(size == 1 for size in box[: cut[-1]])
 
 
 class UntraceableError(Exception):
@@ -265,7 +261,7 @@ def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
 
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     axis = dim % tensors[0].ndim
-    _require_equal(tensors, [(*t.shape[:axis], *t.shape[axis + 1 :]) for t in tensors])
+    _require_equal(tensors, [_put(tensor.shape, axis) for tensor in tensors])
     at, boxes = 0, []
     for tensor in tensors:
         for box in tensor.boxes:
@@ -300,30 +296,25 @@ def _require_equal(tensors: Sequence[Traced], shapes: Sequence[Shape]) -> None:
 def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
     axis = dim % tensor.ndim
     whole = tensor.shape[axis]
-    size = -(-whole // chunks)
-    return tuple(
-        _narrow(tensor, axis, start, min(size, whole - start)) for start in range(0, whole, size)
-    )
+    size, parts = -(-whole // chunks), []
+    for start in range(0, whole, size):
+        end, boxes = min(start + size, whole), []
+        for box in tensor.boxes:
+            low = max(box.origin[axis], start)
+            high = min(box.origin[axis] + box.shape[axis], end)
+            if low < high:
+                shape = _put(box.shape, axis, high - low)
+                origin = _put(box.origin, axis, low - start)
+                boxes.append(replace(box, shape=shape, origin=origin))
+        parts.append(Traced(_put(tensor.shape, axis, end - start), boxes))
+    return tuple(parts)
 
 
-def _narrow(tensor: Traced, axis: int, start: int, length: int) -> Traced:
-    boxes = []
-    for box in tensor.boxes:
-        low = max(box.origin[axis], start)
-        high = min(box.origin[axis] + box.shape[axis], start + length)
-        if low < high:
-            shape, origin = _put(box.shape, axis, high - low), _put(box.origin, axis, low - start)
-            boxes.append(replace(box, shape=shape, origin=origin))
-    return Traced(_put(tensor.shape, axis, length), boxes)
-
-
-def _put(values: Shape, axis: int, value: int) -> Shape:
-    return (*values[:axis], value, *values[axis + 1 :])
+def _put(values: Shape, axis: int, *value: int) -> Shape:
+    """Return a tuple with another value at an axis, or without that axis."""
+    return (*values[:axis], *value, *values[axis + 1 :])
 
 
 _HANDLERS: Mapping[str, Callable[..., Any]] = {
-    "cat": _cat,
-    "stack": _stack,
-    "transpose": _transpose,
-    "chunk": _chunk,
-}
+    "cat": _cat, "stack": _stack, "transpose": _transpose, "chunk": _chunk,
+}  # fmt: skip

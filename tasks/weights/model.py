@@ -73,16 +73,14 @@ class Model:
 def model_facts(folder: Path, dtype: str = "bfloat16", disk: Shapes | None = None) -> Model:
     """Describe the model of a folder's config.json.
 
+    Raises ArtifactError if config.json cannot be read or describes no class that is installed, or
+    the folder's checkpoint cannot be read.
+
     Args:
-        folder: folder with config.json.
         dtype: torch name of the dtype of the parameters.
         disk: shape by key of the tensors of a checkpoint, after any decoding. None reads the
             headers of the checkpoint in the folder; without one, the layout of `save_pretrained`
             is used.
-
-    Raises:
-        ArtifactError: config.json cannot be read or describes no class that is installed, or the
-            folder's checkpoint cannot be read.
     """
     config, disk = _config_and_shapes(folder, disk)
     return plain_model(config, dtype, disk) or facts_of(meta_model(folder, dtype), disk)
@@ -100,20 +98,15 @@ def _config_and_shapes(
     """Return config.json of the decoded model, and the shapes of its tensors on disk."""
     config = read_json(folder / "config.json")
     packed = is_decodable(config)
-    disk = _layout_in(folder, packed) if disk is None else disk
+    if disk is None:
+        source: Tensors | None = None
+        if is_pickled_model(folder):
+            source = read_model(folder)
+        elif any((folder / name).is_file() for name in (_SINGLE, index_of(_SINGLE))):
+            source = read_base(folder) if packed else read_checkpoint(folder)
+        if source is not None:
+            disk = {name: tuple(info.shape) for name, info in source.items()}
     return (without_quantization(config) if packed else config), disk
-
-
-def _layout_in(folder: Path, packed: bool) -> Shapes | None:
-    """Return shape by key of a folder's checkpoint, decoded; None if it has no checkpoint."""
-    source: Tensors
-    if is_pickled_model(folder):
-        source = read_model(folder)
-    elif any((folder / name).is_file() for name in (_SINGLE, index_of(_SINGLE))):
-        source = read_base(folder) if packed else read_checkpoint(folder)
-    else:
-        return None
-    return {name: tuple(info.shape) for name, info in source.items()}
 
 
 def live_model(model: Any) -> Model:
@@ -185,21 +178,17 @@ def _keys_of(model: Any, mapped: Mapped, embedding: str) -> dict[str, str]:
 
 # Families whose config.json is enough.
 
-_ATTENTION = {
-    "self_attn.q_proj.weight": "q h",
-    "self_attn.k_proj.weight": "kv h",
-    "self_attn.v_proj.weight": "kv h",
-    "self_attn.o_proj.weight": "h q",
-}
-_BIASED = {
-    "self_attn.q_proj.weight": "q h",
-    "self_attn.q_proj.bias": "q",
-    "self_attn.k_proj.weight": "kv h",
-    "self_attn.k_proj.bias": "kv",
-    "self_attn.v_proj.weight": "kv h",
-    "self_attn.v_proj.bias": "kv",
-    "self_attn.o_proj.weight": "h q",
-}
+
+def _attention(*, biased: bool = False) -> dict[str, str]:
+    shapes = {}
+    for name, rows in (("q", "q"), ("k", "kv"), ("v", "kv")):
+        shapes[f"self_attn.{name}_proj.weight"] = f"{rows} h"
+        if biased:
+            shapes[f"self_attn.{name}_proj.bias"] = rows
+    return {**shapes, "self_attn.o_proj.weight": "h q"}
+
+
+_ATTENTION = _attention()
 _HEAD_NORMS = {"self_attn.q_norm.weight": "d", "self_attn.k_norm.weight": "d"}
 _MLP = {"mlp.gate_proj.weight": "f h", "mlp.up_proj.weight": "f h", "mlp.down_proj.weight": "h f"}
 _NORMS = {"input_layernorm.weight": "h", "post_attention_layernorm.weight": "h"}
@@ -211,7 +200,7 @@ _LAYERS: Mapping[str, Mapping[str, str]] = {
     # architecture -> tensors of a layer in the model's order -> shape in symbols (see `_sizes`)
     "LlamaForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
     "MistralForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
-    "Qwen2ForCausalLM": {**_BIASED, **_MLP, **_NORMS},
+    "Qwen2ForCausalLM": {**_attention(biased=True), **_MLP, **_NORMS},
     "Qwen3ForCausalLM": {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_NORMS},
     "Gemma2ForCausalLM": {**_ATTENTION, **_MLP, **_NORMS, **_AROUND},
     "Gemma3ForCausalLM": {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_NORMS, **_AROUND},
@@ -232,14 +221,9 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def plain_model(config: Mapping[str, Any], dtype: str, disk: Shapes | None) -> Model | None:
     """Describe a causal language model of a family in the table, from config.json alone.
 
-    Args:
-        config: content of config.json.
-        dtype: torch name of the dtype of the parameters.
-        disk: shape of every tensor of the checkpoint, by key; None for no checkpoint.
-
-    Returns:
-        None if transformers has to be asked, which then also reports what is wrong: another family,
-        sizes that config.json does not state, optional biases, any unexpected or missing tensor.
+    Arguments are as for `model_facts`; `disk` is None for no checkpoint. Returns None if
+    transformers has to be asked, which then also reports what is wrong: another family, sizes that
+    config.json does not state, optional biases, any unexpected or missing tensor.
     """
     shapes = _shapes(config)
     if shapes is None:

@@ -373,11 +373,15 @@ def _by_disk_names(model: Model) -> Model:
             modules[module] = kind
         if now in model.transposed:
             transposed.add(module)
-    embeddings = (f"{each}.weight" for each in (model.input_embedding, model.output_embedding))
+
+    def renamed(module: str) -> str:
+        return names.get(f"{module}.weight", module).removesuffix(".weight")
+
     return Model(
         parameters,
         modules,
         {names.get(alias, alias): names.get(to, to) for alias, to in model.ties.items()},
         frozenset(transposed),
-        *(names.get(each, each).removesuffix(".weight") for each in embeddings),
+        renamed(model.input_embedding),
+        renamed(model.output_embedding),
     )

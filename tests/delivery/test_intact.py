@@ -138,20 +138,6 @@ def test_files_of_tokenizer_and_processor_are_taken_and_no_others(tmp_path: Path
     assert "base=" in caught.value.hint
 
 
-def _link(path: Path) -> None:
-    path.symlink_to("/proc/self/environ")
-
-
-@pytest.mark.parametrize("make", [_link, Path.mkdir, os.mkfifo])
-def test_entries_that_are_no_files_of_the_folder(tmp_path, make) -> None:
-    source = folder(tmp_path / "source", "tokenizer_config.json", "vocab.json")
-    for name in ("merges.txt", "preprocessor_config.json") if make is _link else ("merges.txt",):
-        make(source / name)
-        with pytest.raises(ArtifactError, match=name):
-            find_tokens([source])
-        (source / name).rmdir() if make is Path.mkdir else (source / name).unlink()
-
-
 def test_a_link_in_a_hub_cache(tmp_path: Path) -> None:
     repository = tmp_path / "models--somebody--something"
     (repository / "snapshots").mkdir(parents=True)

@@ -47,24 +47,16 @@ def test_a_trl_policy_and_its_head_are_split(tmp_path: Path, prefix: str) -> Non
     stored = load_file(head / "value_head.safetensors")
     assert stored.keys() == head_tensors().keys()
     assert all(torch.equal(stored[key], tensor) for key, tensor in head_tensors().items())
-    assert {path.name for path in head.iterdir()} == {"value_head.json", "value_head.safetensors"}
     with torch.no_grad():
         logits = load(tmp_path / "policy", torch.float32)(making.IDS).logits
         assert torch.equal(logits, model(making.IDS).logits)
     assert not [name for name in state_of(tmp_path / "policy") if "v_head" in name]
 
 
-def test_a_critics_head_keeps_its_normalisation(tmp_path: Path) -> None:
-    model = making.save_openrlhf(tmp_path / "c", "llama", name="CriticModel", mean=0.5, std=2.0)
-    (head := tmp_path / "head").mkdir()
-    detected = detect(read_folder(tmp_path / "c"))
+def test_a_critic_is_refused(tmp_path: Path) -> None:
+    making.save_openrlhf(tmp_path / "c", "llama", name="CriticModel", mean=0.5, std=2.0)
     with pytest.raises(ContractError, match="critic"):
-        serve(detected, head)
-    write_value_head(detected, head)
-    document = json.loads((head / "value_head.json").read_text())
-    assert (document["role"], document["mean"], document["std"]) == ("value", 0.5, 2.0)
-    stored = load_file(head / "value_head.safetensors")
-    assert torch.equal(stored["v_head.summary.weight"], model.score.weight)
+        serve(detect(read_folder(tmp_path / "c")), tmp_path / "out")
 
 
 def test_folders_that_cannot_be_split_are_refused(tmp_path: Path) -> None:

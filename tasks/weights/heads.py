@@ -212,34 +212,14 @@ def detect(folder: HeadFolder) -> Detected:
     if len(heads) > 1:
         names = " and ".join(head.weight for head in heads)
         findings.append(f"{names}: more than one head: keep one of them")
-    absence, lora_on, layered = "", "", False
-    signs = [] if heads else list(_signs(folder))
-    if not heads and folder.adapter_config is not None:
-        starts = {name: f"{PEFT_PREFIX}{name}.lora_" for name in module_names(folder.config)}
-        on = (n for n, start in starts.items() if any(key.startswith(start) for key in folder.main))
-        lora_on = next(on, "")
-    # A head that was never saved cannot be replaced: a new one would give random scores.
-    if lora_on:
-        absence = (
-            f"{lora_on}: LoRA was trained on a head that is not in the adapter. If it was "
-            f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
-        )
-    elif signs:
-        deep = [k for k in folder.main if _LAYERED.match(k.removeprefix(PEFT_PREFIX))]
-        layered = bool(deep)
-        names = ", ".join(f"{module}.weight" for module in HEAD_MODULES)
-        absence = f"no head ({names}), though {signs[0]}: {_LOST}"
-        if layered:
-            absence = f"{deep[0]}: a head of several layers; only linear layers are supported"
+    lora_on, absence, layered = ("", "", False) if heads else _absence(folder)
     absence = "" if findings else absence
     normalisation, wrong = _normalisation(folder.config, folder)
     prefix = folder.config.get("value_head_prefix")
-    notes = [
-        f"config.json names the head {prefix!r}; the head that was saved is {module!r}"
+    saved = [
+        head.weight.partition(":")[2].partition(".")[0]
         for head in heads
-        if head.dialect == "openrlhf"
-        and isinstance(prefix, str)
-        and (module := head.weight.partition(":")[2].partition(".")[0]) != prefix
+        if head.dialect == "openrlhf" and isinstance(prefix, str)
     ]
     return Detected(
         folder,
@@ -249,8 +229,32 @@ def detect(folder: HeadFolder) -> Detected:
         absence,
         layered,
         (*findings, *filter(None, [absence]), *wrong),
-        tuple(notes),
+        tuple(
+            f"config.json names the head {prefix!r}; the head that was saved is {module!r}"
+            for module in saved
+            if module != prefix
+        ),
     )
+
+
+def _absence(folder: HeadFolder) -> tuple[str, str, bool]:
+    """Return the head that LoRA is on, why there is none that can be used, and if it has layers.
+
+    A head that was never saved cannot be replaced: a new one would give random scores.
+    """
+    for module in module_names(folder.config) if folder.adapter_config is not None else ():
+        if any(key.startswith(f"{PEFT_PREFIX}{module}.lora_") for key in folder.main):
+            reason = (
+                f"{module}: LoRA was trained on a head that is not in the adapter. If it was "
+                f"initialised at random, {_LOST} (modules_to_save=[{module}])"
+            )
+            return module, reason, False
+    sign = next(_signs(folder), "")
+    for key in folder.main if sign else ():
+        if _LAYERED.match(key.removeprefix(PEFT_PREFIX)):
+            return "", f"{key}: a head of several layers; only one linear layer is supported", True
+    names = ", ".join(f"{module}.weight" for module in HEAD_MODULES)
+    return "", f"no head ({names}), though {sign}: {_LOST}" if sign else "", False
 
 
 def _v_heads(folder: HeadFolder, findings: list[str]) -> Iterator[Head]:
@@ -296,7 +300,7 @@ def _head(folder: HeadFolder, name: str, weight: str, dialect: Dialect, role: Ro
 
 
 def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
-    name = head.weight
+    name, hidden = head.weight, _hidden_size(folder.config)
     if len(head.shape) != 2 or 0 in head.shape:
         empty = ": saved under ZeRO-3 without gathering it" if 0 in head.shape else ""
         yield f"{name}: is {list(head.shape)}, a head must be (1, hidden){empty}"
@@ -305,11 +309,7 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
     if not is_float(head.dtype):
         yield f"{name}: {describe(head.shape, head.dtype)} is not a float matrix"
     if labels != 1:
-        yield (
-            f"{name}: {labels} {MANY_LABELS}; transformers makes a new "
-            "head of two labels if it is loaded without num_labels=1"
-        )
-    hidden = _hidden_size(folder.config)
+        yield f"{name}: {labels} {MANY_LABELS}"
     if hidden is not None and columns != hidden:
         yield f"{name}: {columns} columns, config.json says hidden_size {hidden}"
     if head.bias:

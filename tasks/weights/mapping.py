@@ -81,9 +81,12 @@ def trace(model: Any, disk: Shapes) -> Mapped:
                 slots += list(_slots(target, traced, live, disk))
         except (UntraceableError, ValueError, RuntimeError, AssertionError) as error:
             findings.append(f"{name}: {error}")
-    ignored = _ignored(model)
+    # A tied tensor may be stored under its other name alone.
+    filled, tied = {slot.live for slot in slots}, model.all_tied_weights_keys
+    known = {*filled, *tied, *(holder for alias, holder in tied.items() if alias in filled)}
+    absent = {name: shape for name, shape in live.items() if name not in known}
+    missing, ignored = default_layout(model, absent), _ignored(model)
     unread = {key: disk[key] for key in strangers if ignored and ignored.search(key)}
-    missing = _missing(model, live, slots)
     findings += [f"{k}: missing, {list(shape)}" for k, shape in missing.items() if k not in disk]
     findings += [f"{k}: the model has no place for it" for k in strangers if k not in unread]
     order = {key: at for at, key in enumerate(disk)}
@@ -138,16 +141,6 @@ def _ignored(model: Any) -> re.Pattern[str] | None:
         patterns.add(r"(^|\.)position_ids$")
     text = "|".join(f"({pattern})" for pattern in sorted(patterns))
     return re.compile(text) if patterns else None
-
-
-def _missing(model: Any, live: Shapes, slots: Sequence[Slot]) -> dict[str, Shape]:
-    """Return the shapes of live tensors that the checkpoint lacks, by the key it would have."""
-    filled = {slot.live for slot in slots}
-    tied = model.all_tied_weights_keys
-    # A tied tensor may be stored under its other name alone.
-    twins = {holder for alias, holder in tied.items() if alias in filled}
-    known = {*filled, *tied, *twins}
-    return default_layout(model, {name: live[name] for name in live if name not in known})
 
 
 def _slots(name: str, traced: Traced, live: Shapes, disk: Shapes) -> Iterator[Slot]:

@@ -11,28 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows.chain.dry_run import DryRun
-from tasks.bisect.run import Explainer
 from tasks.config.sections import Smoke
 from tasks.convert import convert, value_head
 from tasks.delivery.plan import Work
 from tasks.drift.fingerprint import DriftLimit, quantized_profile
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import computing_dtype_of
-from tasks.evaluation.prompts import Tools
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Needs
 from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Mechanism, Stage
-from tasks.quantize import quantize
-from tasks.serving.vllm.job import VllmChild
-from tasks.smoke_eval import smoke_eval
 from tasks.weights.quantized.quantize import GGUF
 from tasks.weights.write import parse_size
+
+if TYPE_CHECKING:  # imported by the stages that run them: a delivery without an engine has none
+    from tasks.bisect.run import Explainer
+    from tasks.serving.vllm.job import VllmChild
 
 StageRunner = Mechanism | DryRun
 """Runs stages, or only reports what would run."""
@@ -67,7 +66,7 @@ class HandOff:
 
     mechanism: StageRunner
     scorer: ReferenceScorer | None  # the transformers child; None to measure nothing
-    vllm: VllmChild = field(default_factory=VllmChild)
+    vllm: VllmChild | None = None  # warm already; None for a new one
     planned: Callable[[], Work]  # called when a stage runs: a plan reads its inputs
     settings: Mapping[str, Any]  # the configuration
     smoke: Smoke
@@ -160,6 +159,8 @@ class HandOff:
         return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
 
     def _quantize(self, served: Artifact) -> StageResult:
+        from tasks.quantize import quantize
+
         assert self.reference is not None
         convert_to = self.settings["convert"]
         inputs = {"served": served, "reference": self.reference}
@@ -193,6 +194,10 @@ class HandOff:
         trained: ModelRef | None,
     ) -> None:
         """Load a served model and compare it with the trained one."""
+        from tasks.evaluation.prompts import Tools
+        from tasks.serving.vllm.job import VllmChild
+        from tasks.smoke_eval import smoke_eval
+
         assert self.scorer is not None
         assert self.reference is not None
         convert_to, settings, limit = self.settings["convert"], self.smoke, self.limit
@@ -207,7 +212,7 @@ class HandOff:
         tools = Tools(
             scorer=self.scorer,
             log_path=self.mechanism.logs / f"{stage.name}.log",
-            vllm=self.vllm,
+            vllm=self.vllm or VllmChild(),
             llama_cpp=convert_to["llama_cpp"],
             before=trained,
             explain=self._explain,
@@ -222,4 +227,6 @@ class HandOff:
     @property
     def _explain(self) -> Explainer:
         """Say where the models part after a failed drift check."""
+        from tasks.bisect.run import Explainer
+
         return Explainer(self.mechanism.logs, self.smoke.threads)

@@ -32,7 +32,6 @@ from tasks.drift.witness import Witness, find_witness
 from tasks.evaluation.checks import GREEDY_TOKENS
 from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult
-from tasks.serving.vllm.job import HEADROOM
 from tasks.weights.files.folder import require_own_files
 from tasks.weights.quantized.quantize import GGUF
 from tasks.weights.write import parse_size, require_space
@@ -75,6 +74,8 @@ class Delivery:
     @property
     def probe_tokens(self) -> int:
         """Length limit of a probe text in tokens, from the model's context and vLLM's limit."""
+        from tasks.serving.vllm.job import HEADROOM
+
         config, settings = self.work.config, self.settings["smoke"]
         text = config.get("text_config") or config
         context = text.get("max_position_embeddings") or text.get("n_positions") or PROBE_TOKENS * 2

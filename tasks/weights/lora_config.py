@@ -41,18 +41,17 @@ _HARMLESS = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The settings of an adapter that change its arithmetic; see peft's `LoraConfig`.
+    """The settings of an adapter that change its arithmetic, named as in peft's `LoraConfig`.
 
     `fan_in_fan_out` is absent: peft derives it from the type of each module, and so do we.
     `target_modules` and `exclude_modules` are suffixes of module names or a regular expression;
-    `token_indices` are trained rows by name of the embedding, "" for the input embedding; `tying`
-    is `ensure_weight_tying`; `peft_version` is "" if it is not recorded.
+    `trainable_token_indices` are trained rows by name of the embedding, "" for the input embedding.
     """
 
-    rank: int = 8
-    alpha: float = 8
-    rslora: bool = False
-    dora: bool = False
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     target_modules: tuple[str, ...] | str = ()
@@ -61,20 +60,20 @@ class AdapterConfig:
     layers_to_transform: tuple[int, ...] = ()
     layers_pattern: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
-    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    trainable_token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     bias: str = "none"
-    tying: bool = False
+    ensure_weight_tying: bool = False
     task_type: str = ""
     peft_version: str = ""
 
     def rank_of(self, name: str) -> int:
         """Return the rank of the pair on module (or parameter) `name`."""
-        return int(_pick(self.rank_pattern, name, self.rank))
+        return int(_pick(self.rank_pattern, name, self.r))
 
     def scale_of(self, name: str) -> float:
         """Return `alpha / rank` of module `name`, or `alpha / sqrt(rank)` for rsLoRA."""
-        rank, alpha = self.rank_of(name), _pick(self.alpha_pattern, name, self.alpha)
-        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+        rank, alpha = self.rank_of(name), _pick(self.alpha_pattern, name, self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def _pick(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
@@ -139,29 +138,26 @@ def _patterns(value: Any, convert: Callable[[Any], Any]) -> dict[str, Any]:
     return {name: convert(each) for name, each in value.items()}
 
 
-_SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    # peft's name: field of `AdapterConfig`, conversion
-    "r": ("rank", _rank),
-    "lora_alpha": ("alpha", _number),
-    "use_rslora": ("rslora", _flag),
-    "use_dora": ("dora", _flag),
-    "ensure_weight_tying": ("tying", _flag),
-    "rank_pattern": ("rank_pattern", lambda value: _patterns(value, _rank)),
-    "alpha_pattern": ("alpha_pattern", lambda value: _patterns(value, _number)),
-    "target_modules": ("target_modules", _modules),
-    "exclude_modules": ("exclude_modules", _modules),
-    "target_parameters": ("target_parameters", _names),
-    "modules_to_save": ("modules_to_save", lambda value: _names(value, SAVED)),
-    "layers_to_transform": ("layers_to_transform", _layers),
-    "layers_pattern": (
-        "layers_pattern",
-        lambda value: _names([value] if isinstance(value, str) else value, LAYER),
-    ),
-    "trainable_token_indices": ("token_indices", _rows),
-    "bias": ("bias", _bias),
-    "task_type": ("task_type", str),
-    "peft_version": ("peft_version", str),
+_SETTINGS: Mapping[str, Callable[[Any], Any]] = {
+    "r": _rank,
+    "lora_alpha": _number,
+    "use_rslora": _flag,
+    "use_dora": _flag,
+    "ensure_weight_tying": _flag,
+    "rank_pattern": lambda value: _patterns(value, _rank),
+    "alpha_pattern": lambda value: _patterns(value, _number),
+    "target_modules": _modules,
+    "exclude_modules": _modules,
+    "target_parameters": _names,
+    "modules_to_save": lambda value: _names(value, SAVED),
+    "layers_to_transform": _layers,
+    "layers_pattern": lambda value: _names([value] if isinstance(value, str) else value, LAYER),
+    "trainable_token_indices": _rows,
+    "bias": _bias,
+    "task_type": str,
+    "peft_version": str,
 }
+"""Conversion of each field of `AdapterConfig`; raises ValueError for a wrong value."""
 _READ = {*_SETTINGS, "peft_type", "init_lora_weights"}
 
 
@@ -175,12 +171,12 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
         return AdapterConfig(), [f"peft_type={kind!r} is not LORA: {_PEFT}, or train LoRA"]
     findings = list(_refusals(raw))
     values: dict[str, Any] = {}
-    for key, (name, convert) in _SETTINGS.items():
+    for key, convert in _SETTINGS.items():
         value = raw.get(key)
         if value is None or value in ("", [], {}):
             continue
         try:
-            values[name] = convert(value)
+            values[key] = convert(value)
         except (ValueError, TypeError, AttributeError, re.error) as error:
             findings.append(f"{key}={value!r:.60}: {error}")
     config = AdapterConfig(**values)

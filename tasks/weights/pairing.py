@@ -80,12 +80,12 @@ class Pairing:
 
     def _take(self, target: str, shapes: Mapping[str, Shape], term: Term, *, alone: bool) -> None:
         self.wanted |= shapes
-        self.pieces.append(Piece(target, term, alone=alone and not self.config.tying))
+        self.pieces.append(Piece(target, term, alone=alone and not self.config.ensure_weight_tying))
 
     def _take_full(self, name: str, key: str, *, alone: bool) -> None:
         """Replace a live tensor by a full tensor of the file."""
         self.wanted[key] = self.shape(name) or ()
-        alone = alone and self._is_tied(name) and not self.config.tying
+        alone = alone and self._is_tied(name) and not self.config.ensure_weight_tying
         self.pieces.append(Piece(name, stored=key, alone=alone))
 
     def shape(self, name: str) -> Shape | None:
@@ -109,14 +109,14 @@ class Pairing:
         if kind not in (LINEAR, CONV1D, EMBEDDING) or shape is None or len(shape) != 2:
             self.findings.append(f"{module}: targeted, but no linear layer or embedding: {way_out}")
             return
-        if config.dora and (kind != LINEAR or (is_tied and config.tying)):
+        if config.use_dora and (kind != LINEAR or (is_tied and config.ensure_weight_tying)):
             self.findings.append(f"{module}: DoRA on an embedding or a Conv1D layer: {way_out}")
         rank, turned = config.rank_of(module), kind != LINEAR
         inner, outer = shape if turned else shape[::-1]
         infix, suffix = ("embedding_", "") if kind == EMBEDDING else ("", ".weight")
         a, b = (f"{PEFT_PREFIX}{module}.lora_{infix}{half}{suffix}" for half in "AB")
         shapes: dict[str, Shape] = {a: (rank, inner), b: (outer, rank)}
-        magnitude = f"{PEFT_PREFIX}{module}.lora_magnitude_vector" if config.dora else ""
+        magnitude = f"{PEFT_PREFIX}{module}.lora_magnitude_vector" if config.use_dora else ""
         if magnitude:
             shapes[magnitude] = (outer,)
         term = _pair(a, b, config.scale_of(module), transpose=turned, magnitude=magnitude)
@@ -132,7 +132,7 @@ class Pairing:
             if ends_with(name, self.config.target_parameters):
                 by_module.setdefault(name.rpartition(".")[0], []).append(name)
         for module, names in by_module.items():
-            if self.config.dora:
+            if self.config.use_dora:
                 self.findings.append(f"{module}: target_parameters does not support use_dora")
                 continue
             for index, name in enumerate(names):
@@ -178,7 +178,9 @@ class Pairing:
         model, suffixes = self.model, self.config.modules_to_save
         inside = tuple(f"{name}." for name in model.modules if name.endswith(suffixes))
         names = [name for name in model.parameters if name.startswith(inside)]
-        if self.config.tying:  # peft then stores the same tensor under each of its names
+        if (
+            self.config.ensure_weight_tying
+        ):  # peft then stores the same tensor under each of its names
             names = [name for name in names if model.ties.get(name) not in names]
         for name in names:
             self._take_full(name, PEFT_PREFIX + name, alone=True)
@@ -188,15 +190,15 @@ class Pairing:
         """Take the rows of embeddings that `trainable_token_indices` trained."""
         config, model = self.config, self.model
         rows_of: dict[str, tuple[int, ...]] = {}
-        for suffix, rows in config.token_indices.items():
+        for suffix, rows in config.trainable_token_indices.items():
             for module in model.modules if suffix else [model.input_embedding]:
                 if module and module.endswith(suffix):
                     rows_of[module] = rows
-        if config.token_indices and not rows_of:
-            names = sorted(config.token_indices)
+        if config.trainable_token_indices and not rows_of:
+            names = sorted(config.trainable_token_indices)
             self.findings.append(f"trainable_token_indices: the model has no {names}")
         embedding = rows_of.get(model.input_embedding)
-        together = all(rows == embedding for rows in rows_of.values()) or config.tying
+        together = all(rows == embedding for rows in rows_of.values()) or config.ensure_weight_tying
         for module, indices in rows_of.items():
             name = f"{module}.weight"
             shape = self.shape(name)
@@ -240,7 +242,7 @@ class Pairing:
             if name not in model.parameters or not keys or module in trained:
                 continue
             if name in shared:  # tied to a trained module: a copy, or its value before training
-                if not self.config.tying:
+                if not self.config.ensure_weight_tying:
                     self._take_full(name, keys[0], alone=True)
             elif not seen & model.partners(name):  # the copy under another tied name is the same
                 self._take_full(name, keys[0], alone=False)

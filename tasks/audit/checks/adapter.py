@@ -130,13 +130,13 @@ def _faults_of(
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a pair, and what is right."""
     a, b = pair.get("A"), pair.get("B")
-    if _MAGNITUDE in pair and not config.dora:
+    if _MAGNITUDE in pair and not config.use_dora:
         yield "magnitudes, use_dora is not set", "use_dora true"
     if a is None or b is None:
         half, other = ("A", "B") if a else ("B", "A")
         yield f"lora_{half} without lora_{other}", "both for every module"
         return
-    if config.dora and not config.target_parameters and _MAGNITUDE not in pair:
+    if config.use_dora and not config.target_parameters and _MAGNITUDE not in pair:
         yield "use_dora, no magnitudes", "a lora_magnitude_vector for every module"
     patterns = config.rank_pattern
     # Patterns of an untrusted file can take for ever.

@@ -45,7 +45,7 @@ def convert(
     so. Raises ArtifactError for unreadable files or a full disk.
     """
     work = planned()
-    plan, sources = work.model, work.opened
+    plan, sources = work.plan, work.sources
     if not work.converts:
         source = open_model(weights)
         sources = {WEIGHTS: source}
@@ -72,7 +72,7 @@ def convert(
         [*checks, *work.tokens.agreement(out, work, plan)],
         measuring=measuring,
         metrics={"linked": float(len(done.linked))},
-        notes=notes if work.merge is None else {**notes, "merge_base": work.choice.as_json()},
+        notes=notes if not work.merges else {**notes, "merge_base": work.choice.as_json()},
         earlier=weights if same else None,
     )
 

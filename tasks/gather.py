@@ -165,11 +165,10 @@ def gather_foreign(
     work = planned()
     plan, config = work.gather, work.adapter_config
     assert plan is not None
-    names = {source.partition(":")[0] for source in plan.dropped}
-    names |= {op.input for op in plan.ops}
     if config is None:
         write_weights_files(out, work, base or trained)
-    done, checks = _write(out, plan, {name: work.opened[name] for name in names}, config, log)
+    sources = work.sources if work.trained is None else {TRAINED: work.trained}
+    done, checks = _write(out, plan, sources, config, log)
     kind = "weights" if config is None else "adapter"
     return stage_report(kind, out, plan, done, checks, measuring=None)
 

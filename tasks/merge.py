@@ -20,7 +20,6 @@ from tasks.evaluation.measuring import Measuring, stage_report
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.gather import TRAINED
 from tasks.weights.heads import read_folder
 from tasks.weights.lora import read_adapter
 from tasks.weights.pairing import INPUT
@@ -46,10 +45,8 @@ def merge(
     Sampled rows of each tensor are recomputed from the inputs. Raises ArtifactError for unreadable
     files or a full disk, ContractError if the adapter does not fit the base.
     """
-    work, choice = planned(), planned().choice
-    plan = work.merge
-    assert plan is not None
-    sources = {name: source for name, source in work.opened.items() if name != TRAINED}
+    work = planned()
+    plan, choice, sources = work.plan, work.choice, dict(work.sources)
     if work.gather is not None:
         sources[INPUT] = read_adapter(adapter, beside=read_folder(adapter).beside).tensors
     write_weights_files(out, work, base)

@@ -73,7 +73,7 @@ def convert(folder: Path, out: Path) -> None:
     out.mkdir(parents=True)
     from tasks.weights.write import write
 
-    write(work.model, work.opened, out)
+    write(work.plan, work.sources, out)
 
 
 if __name__ == "__main__":

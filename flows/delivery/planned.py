@@ -129,10 +129,10 @@ class Delivery:
     def _plan_lines(self) -> Iterator[str]:
         """Yield a short line about the plan of each stage that writes weights."""
         work, scheme = self.work, self.settings["convert"]["quantize"]
-        plans = {"gather": work.gather, "merge": work.merge}
-        plans["convert"] = work.model if work.converts else None
+        plans = {"gather": work.gather, "merge": work.plan if work.merges else None}
+        plans["convert"] = work.plan if work.converts else None
         yield from (f"  {name}: {describe_plan(plan)}" for name, plan in plans.items() if plan)
-        yield f"  served: {len(work.model.ops)} tensors, {megabytes(work.model.nbytes)}"
+        yield f"  served: {len(work.plan.ops)} tensors, {megabytes(work.plan.nbytes)}"
         if scheme != "none":
             yield f"  quantized: {scheme}"
 
@@ -194,7 +194,7 @@ def _prepare(composed: Composed) -> Delivery:
         _require_measurable(work, engine)
         warnings += [unable] if unable else []
     for folder in {_existing(composed.runs), _existing(out)}:
-        require_space(folder, work.model.nbytes)
+        require_space(folder, work.plan.nbytes)
     return Delivery(
         composed,
         source,

@@ -73,7 +73,7 @@ def to_served(
         convert_config={"tokenizer": work.tokens.identity(), "config": dict(work.config)},
         policy=None if work.head is None else source,
     )
-    served, quantized = handoff.to_served(weights, base if work.merge is not None else None)
+    served, quantized = handoff.to_served(weights, base if work.merges else None)
     return quantized or served
 
 
@@ -108,7 +108,7 @@ def _reference(
     if delivery.source.kind == "shards" and at_live.is_file():
         live = at_live
     inputs = {"model": weights}
-    if work.merge is not None:
+    if work.merges:
         inputs = {"model": bases["base"], "adapter": weights}
     config = {
         "texts": probe_texts(smoke["texts"], smoke["probes"]),

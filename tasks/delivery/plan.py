@@ -24,7 +24,7 @@ from tasks.weights.distributed import DistributedCheckpoint
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES, is_float
 from tasks.weights.files.reader import WEIGHTS
-from tasks.weights.files.tensors import Sources
+from tasks.weights.files.tensors import Tensors
 from tasks.weights.gather import (
     TRAINED,
     Ranks,
@@ -49,7 +49,7 @@ from tasks.weights.lora_config import parse_config
 from tasks.weights.merge import BASE, Reward, plan_adapter
 from tasks.weights.model import Model, model_facts
 from tasks.weights.perform import Perform, perform
-from tasks.weights.plan import Plan, as_is, validate, with_output
+from tasks.weights.plan import Plan, Planned, as_is, validate, with_output
 from tasks.weights.quantized.config_fields import (
     is_decodable,
     refusal,
@@ -85,27 +85,23 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """The plans of a hand-off's stages, None for a stage that is not needed, and side files."""
+class Work(Planned):
+    """A planned hand-off: `plan` makes the served tensors, by gather, merge or convert."""
 
-    model: Plan  # plan that makes the served tensors; the plan of gather, merge or convert
-    facts: Model
-    opened: Sources  # inputs of the plans by name
-    config: Mapping[str, Any]  # config.json of the served model, without dtype
     tokens: Tokens
     choice: BaseChoice = field(default_factory=BaseChoice)
-    # plan from partitions to an adapter or a full model; inputs "trained", "base"
+    merges: bool = False  # `plan` is that of merge; inputs "base", "adapter"
+    # plan of gather: of an adapter from `trained`, or of a full model, and then `plan`
     gather: Plan | None = None
-    # plan from base and adapter to a full model; inputs "base", "adapter"
-    merge: Plan | None = None
-    head: Detected | None = None  # value head to keep apart; None if there is none
+    trained: Tensors | None = None  # the ranks' tensors, for an adapter that is gathered
     adapter_config: Path | None = None  # adapter_config.json of an adapter that is gathered
+    head: Detected | None = None  # value head to keep apart; None if there is none
     is_ours: bool = False  # True for a model that was trained here: each tensor is its class's
 
     @property
     def converts(self) -> bool:
         """Return True if convert makes the served tensors directly from SOURCE."""
-        return self.gather is None and self.merge is None
+        return self.gather is None and not self.merges
 
     @property
     def is_causal(self) -> bool:
@@ -173,10 +169,7 @@ def prepare(request: Request) -> Work:
         ranks = read_ranks(source.kind, source.root)
         is_adapter = any(".lora_" in name for name in trained_names(ranks))
         work = (_gathered_adapter if is_adapter else _gathered_model)(request, ranks)
-    inputs = dict(work.opened)
-    if work.merge is not None:
-        inputs.pop(TRAINED, None)  # of the plan that gathers the adapter
-    validate(work.model, inputs)
+    validate(work.plan, work.sources)
     return work
 
 
@@ -229,8 +222,7 @@ def _gathered_adapter(request: Request, ranks: Ranks) -> Work:
         )
     validate(plan, {TRAINED: ranks.tensors})
     work = _merge(request, Adapter(root, config, tensors, tuple(findings)))
-    opened = {**work.opened, TRAINED: ranks.tensors}
-    return replace(work, gather=plan, opened=opened, adapter_config=path)
+    return replace(work, gather=plan, trained=ranks.tensors, adapter_config=path)
 
 
 def _gathered_model(request: Request, ranks: Ranks) -> Work:
@@ -254,17 +246,11 @@ def _gathered_model(request: Request, ranks: Ranks) -> Work:
         dtype=DTYPE_NAMES[request.dtype],
         max_shard_bytes=request.max_shard_bytes,
     )
-    opened = {TRAINED: tensors}
+    sources = {TRAINED: tensors}
     if base is not None and any(op.input == BASE for op in plan.ops):
-        opened[BASE] = base
-    return Work(
-        model=plan,
-        facts=facts,
-        opened=opened,
-        config=read_json(folder / CONFIG),
-        tokens=request.tokens,
-        gather=plan,
-    )
+        sources[BASE] = base
+    planned = Planned(plan, sources, read_json(folder / CONFIG), facts)
+    return Work(**vars(planned), tokens=request.tokens, gather=plan)
 
 
 def _above(request: Request, ranks: Ranks, name: str) -> Path | None:
@@ -280,31 +266,29 @@ def _model(request: Request) -> Work:
     detected = detect(read_folder(root))
     is_policy = detected.head is not None and detected.head.role == "either"
     if detected.head is not None or detected.findings:
-        parted = separate(detected, dtype=dtype, perform=request.perform)
-        plan, sources, config, facts = parted.plan, parted.sources, parted.config, parted.facts
+        planned = separate(detected, dtype=dtype, perform=request.perform)
     else:
-        opened = open_model(root)
-        plan, sources = as_is(opened), {WEIGHTS: opened}
-        facts = request.perform(model_facts, root, dtype)
+        opened, facts = open_model(root), request.perform(model_facts, root, dtype)
+        planned = Planned(as_is(opened), {WEIGHTS: opened}, config, facts)
     if request.reward is not None:
         how = request.reward.normalisation or Normalisation()
-        config = reward_config(config, config["architectures"][0], how, request.reward.endings)
-    if findings := [*facts.findings, *_misfits(plan, facts)]:
+        config, stops = planned.config, request.reward.endings
+        config = reward_config(config, config["architectures"][0], how, stops)
+        planned = replace(planned, config=config)
+    if findings := [*planned.facts.findings, *_misfits(planned.plan, planned.facts)]:
         raise ContractError(
             f"{root}: not what its config.json says: {first_and_more(findings)}",
             details=findings[:_SHOWN],
         )
     plan = with_output(
-        plan,
-        sources[WEIGHTS],
+        planned.plan,
+        planned.sources[WEIGHTS],
         dtype=DTYPE_NAMES[dtype],
         max_shard_bytes=request.max_shard_bytes,
-        wide=facts.wide,
+        wide=planned.facts.wide,
     )
     head = detected if is_policy else None
-    return Work(
-        model=plan, facts=facts, opened=sources, config=config, tokens=request.tokens, head=head
-    )
+    return Work(**{**vars(planned), "plan": plan}, tokens=request.tokens, head=head)
 
 
 def _misfits(plan: Plan, facts: Model) -> Iterator[str]:
@@ -354,12 +338,4 @@ def _merge(request: Request, adapter: Adapter, reward: Reward | None = None) -> 
         reward=reward,
         perform=request.perform,
     )
-    return Work(
-        model=planned.plan,
-        facts=planned.facts,
-        opened=planned.sources,
-        config=planned.config,
-        tokens=request.tokens,
-        choice=request.choice,
-        merge=planned.plan,
-    )
+    return Work(**vars(planned), tokens=request.tokens, choice=request.choice, merges=True)

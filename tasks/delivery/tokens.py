@@ -54,7 +54,7 @@ class Tokens:
     def findings(self, work: Work) -> Iterator[str]:
         """Yield the reasons why the tokenizer does not fit the planned embedding."""
         if self.facts is not None and work.facts.embedding:
-            shapes = {op.name: op.shape for op in work.model.ops}
+            shapes = {op.name: op.shape for op in work.plan.ops}
             yield from vocabulary_of(shapes, work.facts, self.facts, work.config).findings()
 
     def stops(self, config: Mapping[str, Any]) -> list[int]:
@@ -160,7 +160,7 @@ def find_tokens(folders: Sequence[Path]) -> Tokens:
 
 def write_weights_files(out: Path, work: Work, base: Path) -> None:
     """Write config.json and generation settings, so that transformers can load the tensors."""
-    floats = [op.dtype for op in work.model.ops if op.dtype in DTYPE_NAMES.values()]
+    floats = [op.dtype for op in work.plan.ops if op.dtype in DTYPE_NAMES.values()]
     short = floats[0] if floats else "BF16"
     dtype = next(name for name, each in DTYPE_NAMES.items() if each == short)
     write_json(out / CONFIG, _served_config(work.config, dtype))

@@ -25,7 +25,6 @@ from tests.weights.making import state_of
 Edit = Callable[[Tensors], Any]
 
 A0, B0 = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB")
-OLD_EXPERT = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.weight"
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,8 @@ def plan_adapter_file(ranks: Ranks) -> tuple[Plan, Tensors]:
         keys = {key: name for name, key in rename_all(names, adapter=True).items()}
     view = {key: ranks.tensors[name] for key, name in keys.items()}
     ops = [plain_op(key, f"{TRAINED}:{keys[key]}", info) for key, info in view.items()]
-    left = [f"{TRAINED}:{name}" for name in ranks.tensors if name not in {*names}]
+    known = set(names)
+    left = [f"{TRAINED}:{name}" for name in ranks.tensors if name not in known]
     return Plan(tuple(ops), dict.fromkeys(left, "frozen: belongs to the base")), view
 
 
@@ -89,7 +90,7 @@ def plan_full(
     towers, base = set(model.towers), base or {}
     known = {*model.parameters, *(slot.live for slot in model.slots)}
     foreign = {name for name in map(unwrap, buffers) if name not in known}
-    unknown = [name for name in trained if name not in known | foreign]
+    unknown = [name for name in trained if name not in known and name not in foreign]
     findings = [*model.findings, *(f"{name}: the model has no such tensor" for name in unknown)]
     ops: list[Op] = []
     for slot in model.slots:

@@ -100,9 +100,18 @@ class Block:
     first: int
     base: Array
     change: Array
-    size: Array  # bound of the magnitude of the products in the change
+    # Norms of the rows and of the columns of the change's factors; their product bounds it
+    norms: tuple[tuple[Array, Array], ...] = ()
     roundings: int = 0  # most roundings of one element of a product in an fp32 merge
     stretch: Array | None = None  # DoRA's factor by row, shape (rows, 1); None without DoRA
+
+    @property
+    def size(self) -> Array:
+        """Bound of the magnitude of the products in the change."""
+        total = np.zeros_like(self.base)
+        for left, right in self.norms:
+            total += np.outer(left, right)
+        return total
 
 
 def blocks(
@@ -129,7 +138,7 @@ def blocks(
     with base_of(op, sources) as stored:
         for first, end in cuts:
             base = (read or stored.rows)(first, end).astype(dtype, copy=False)
-            block = Block(first, base, np.zeros_like(base), np.zeros_like(base))
+            block = Block(first, base, np.zeros_like(base))
             for term in op.terms:
                 _add(term, block, adapter)
             yield block
@@ -154,8 +163,8 @@ def _add(term: Term, block: Block, adapter: dict[str, Array]) -> None:
         block.change[picked[inside]] = values - base[picked[inside]]
         return
     a, b = adapter[term.a], adapter[term.b]
-    product, size = _product(term, first, len(base), a, b)
-    block.change, block.size = block.change + product, block.size + size
+    product, (left, right) = _product(term, first, len(base), a, b)
+    block.change, block.norms = block.change + product, (*block.norms, (left, right))
     block.roundings = max(block.roundings, len(a) + 2)
     if not term.magnitude:
         return
@@ -163,17 +172,20 @@ def _add(term: Term, block: Block, adapter: dict[str, Array]) -> None:
     magnitude = adapter[term.magnitude].reshape(-1)[first + term.out_start :][: len(base)]
     norm = np.sqrt(np.square(total, dtype=np.float64).sum(axis=1))
     block.stretch = (magnitude / norm).astype(base.dtype)[:, None]
-    block.change, block.size = total * block.stretch - base, block.size * np.abs(block.stretch)
+    block.change = total * block.stretch - base
+    block.norms = ((left * np.abs(block.stretch[:, 0]), right),)
 
 
-def _product(term: LowRank, first: int, rows: int, a: Array, b: Array) -> tuple[Array, Array]:
-    """Return `scale * B A` of some rows, and the products of its factors' norms.
+def _product(
+    term: LowRank, first: int, rows: int, a: Array, b: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    """Return `scale * B A` of some rows, and the norms of its factors' rows and columns.
 
-    A stack of experts has a pair of factors for each.
+    A stack of experts has a pair of factors for each; the norms of columns are then the largest.
     """
     height = a.shape[1] if term.transpose else b.shape[0]
     scale, at = a.dtype.type(term.scale), 0
-    products, sizes = [], []
+    products, lefts, rights = [], [], []
     while at < rows:
         expert, low = 0, first + at + term.out_start
         if term.experts > 1 and term.expert is None:
@@ -184,10 +196,10 @@ def _product(term: LowRank, first: int, rows: int, a: Array, b: Array) -> tuple[
             left, right = right.T, left.T
         left = left[low : low + count]
         products.append((left @ right) * scale)
-        norms = np.linalg.norm(left, axis=1) * np.abs(scale), np.linalg.norm(right, axis=0)
-        sizes.append(np.outer(*norms))
+        lefts.append(np.linalg.norm(left, axis=1) * np.abs(scale))
+        rights.append(np.linalg.norm(right, axis=0))
         at += count
-    return np.concatenate(products), np.concatenate(sizes)
+    return np.concatenate(products), (np.concatenate(lefts), np.max(rights, axis=0))
 
 
 # Unbiased rounding in fp64: `tasks/weights/rounding.py` defines it.

@@ -65,6 +65,19 @@ def test_an_adapter_that_is_not_applied_whole(part: float, code: str) -> None:
         assert (check.verdict, check.causes[0].code) == ("fault", "adapters-swapped")
 
 
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.8])
+def test_a_merged_model_is_not_loaded_as_an_adapter(part: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    made = world(2, moved=0.5)
+    server = ArrayServer(
+        made.probes, {"tuned": noisy(made.base + part * (made.trained - made.base), 1)}
+    )
+    check = distribution(Asked(server, "tuned", None, replace(made.reference(), folder=tmp_path)))
+    assert check.verdict == "fault"
+    assert f"serve.py {tmp_path}" in check.causes[0].hint
+    assert not [cause for cause in check.causes if "lora" in cause.hint or "base=" in cause.hint]
+
+
 def test_rounding_of_the_trainer_is_no_part_of_the_dose() -> None:
     """Without the limit, a trainer in bf16 makes half of a small adapter out of rounding."""
     for moved, verdict in ((0.0, "unknown"), (0.02, "unknown"), (0.3, "ok")):

@@ -8,7 +8,9 @@ by their signatures in the numbers: docs/verify.md, "What each fault looks like"
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tasks.core.terminal import typed
@@ -33,6 +35,9 @@ STRANGE = 2.0
 SMALL, LARGE = 0.2, 0.6
 """Remainders below which a line explains what the adapter does, and above which hardly anything of
 the adapter is left."""
+_OF_ADAPTERS = (
+    "base-served", "adapter-scaled", "other-adapter", "partly-other-weights", "rounded-away",
+)  # fmt: skip
 
 
 def distribution(asked: Asked) -> Row:
@@ -226,7 +231,10 @@ def _causes(asked: Asked) -> tuple[Cause, ...]:
     is_coarse = is_near and kl <= ROUNDING and (dose is None or (is_whole and not has_base))
 
     merge, part = _merge(asked), f"{dose.text} of the adapter answers" if dose else ""
+    is_merged = (folder / "config.json").is_file()
     load = f"load {folder} under this name: --lora-modules {model}={folder}"
+    if is_merged:
+        load = f"serve this folder, as it is: python flows/serve.py {shlex.quote(str(folder))}"
     seen = f"mean KL {kl:.1e}, while the base on this server is exact"
     if dose is not None and not is_whole:
         rest = f"the rest of the difference is {remainder:.0%} of the adapter's effect"
@@ -288,7 +296,12 @@ def _causes(asked: Asked) -> tuple[Cause, ...]:
             "values=true; a bad file: copy it again",
         )),
     ]  # fmt: skip
-    return tuple(Cause(code, *texts) for code, applies, texts in rules if applies)
+    causes = tuple(Cause(code, *texts) for code, applies, texts in rules if applies)
+    if is_merged:  # no server can load it as an adapter, and nothing is left to merge
+        return tuple(
+            replace(each, hint=load) if each.code in _OF_ADAPTERS else each for each in causes
+        )
+    return causes
 
 
 def _scale(adapter: Mapping[str, Any], share: float) -> str:

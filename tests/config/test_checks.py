@@ -174,6 +174,15 @@ def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
     assert finding.override.startswith("peft=lora")
 
 
+def test_dora_that_no_merge_takes_is_refused_before_the_training() -> None:
+    for family, named in (("gpt2", ["peft.use_dora"]), ("qwen2", [])):
+        known = model.Known(config={"model_type": family})
+        context = Context(settings("sft_full", {"peft.kind": "lora", "peft.use_dora": True}),
+                          known, Path("/nowhere"))  # fmt: skip
+        problems = [finding.what for finding in model.problems(context)]
+        assert [what for what in problems if what == "peft.use_dora"] == named
+
+
 def test_models_that_cannot_be_quantised() -> None:
     w8a8 = {"quantize": "w8a8"}
     for config in (

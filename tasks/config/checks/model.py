@@ -34,6 +34,8 @@ from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_b
 
 BLOCK = 64
 """Weights that share a scale in bitsandbytes' 4-bit formats."""
+_CONV1D = ("gpt2", "openai-gpt")
+"""Families whose layers are transformers' Conv1D."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _ANOTHER = "model.path=<folder or hub id>"
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -223,6 +225,10 @@ def _adapter(context: Context) -> Iterator[Finding]:
         # Each portion of logits would gather the head.
         allowed = "ZeRO-3 divides embeddings and head, which these adapters read whole"
         yield Finding(key, value, allowed, "zero=zero2")
+    if peft["use_dora"] and known.config.get("model_type") in _CONV1D:
+        value = f"true on {known.config['model_type']}"
+        yield Finding("peft.use_dora", value, "DoRA is merged on linear layers only, not Conv1D",
+                      "peft.use_dora=false")  # fmt: skip
     widths = ("hidden_size", "intermediate_size", "moe_intermediate_size")
     odd = [f"{name}={known.text[name]}" for name in widths if (known.text.get(name) or 0) % BLOCK]
     if odd and peft["kind"] == "qlora" and not context.gpu:

@@ -57,7 +57,9 @@ class Distance(Drift):
     kl: NDArray[Any]  # by position, shape (N,); NaN where nothing was measured
     mass: float  # the reference's probability mass at the ids that the server returned
     first_kl: float  # mean over the first positions of all probes, where no token looks back
-    growth: float  # mean over the last third of each probe, divided by that over its first third
+    # KL per nat of the reference's entropy in the last third of each probe, divided by that in the
+    # first third: noise moves a certain distribution less than an open one, wherever it stands
+    growth: float
 
 
 def align(reference: Fingerprint, scores: Sequence[Scores]) -> Aligned:
@@ -110,7 +112,10 @@ def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Dist
     place: NDArray[Any] = np.concatenate([np.arange(size) for size in sizes])
     length: NDArray[Any] = np.repeat(sizes, sizes)
     listed = np.where(np.isnan(served.logprobs), -np.inf, reference.logprobs)[measured]
-    first, last = _mean(kl[place < length / 3]), _mean(kl[place >= 2 * length / 3])
+    logprobs = np.maximum(reference.logprobs.astype(np.float64), -1e3)
+    entropy = -(np.exp(logprobs) * logprobs).sum(1)
+    first = _mean(kl, entropy, measured & (place < length / 3))
+    last = _mean(kl, entropy, measured & (place >= 2 * length / 3))
     # Two standard deviations of the difference of two tokens under noise of KL = variance / 2.
     agree = agreeing(reference, served.top1, "bfloat16", 4 * limit.mean_kl**0.5)
     return Distance(
@@ -118,14 +123,15 @@ def distance(reference: Fingerprint, served: Aligned, limit: DriftLimit) -> Dist
         top1_agreement=by_context(reference.probes, agree, served.top1 >= 0),
         kl=kl,
         mass=float(np.exp(listed).sum(1).mean()),
-        first_kl=_mean(kl[place == 0]),
+        first_kl=_mean(kl, np.ones_like(kl), measured & (place == 0)),
         growth=last / max(first, 1e-12),
     )
 
 
-def _mean(values: NDArray[Any]) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
+def _mean(kl: NDArray[Any], weights: NDArray[Any], where: NDArray[np.bool_]) -> float:
+    """Return the KL of some positions per unit of their weights; NaN without any."""
+    total = float(weights[where].sum())
+    return float(kl[where].sum()) / total if total > 0 else float("nan")
 
 
 def format_of(reference: Fingerprint, served: Aligned) -> str | None:

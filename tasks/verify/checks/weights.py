@@ -27,7 +27,7 @@ NEARER = 4.0
 LOCAL = 0.02
 """Share of the mean KL at the first tokens below which a fault depends on positions."""
 GROWING = 1.2
-"""Ratio of the errors in the last and the first third, above which they grow with the position."""
+"""`Distance.growth` above which errors grow with the position."""
 ROUNDING = 0.1
 """Mean KL (nats) of the coarsest rounding in use; above it, the weights are others."""
 STRANGE = 2.0

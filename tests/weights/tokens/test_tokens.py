@@ -123,7 +123,7 @@ def _sizes(base: Path, adapter: Path) -> Vocabulary:
     """Plan a merge and return its sizes, for a tokenizer of 100 ids."""
     lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
     facts, weights = model_facts(base, "float32"), read_checkpoint(base)
-    plan = plan_merge(weights, facts, changes([(lora, 1.0)], facts))
+    plan = plan_merge(weights, facts, changes(lora, facts))
     planned = {op.name: op.shape for op in plan.ops}
     tokenizer = TokenizerFacts(100, eos=99, pad=98, end_of_turn=None, template="")
     return vocabulary_of(planned, facts, tokenizer, config)

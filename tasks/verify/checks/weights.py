@@ -26,8 +26,8 @@ NEARER = 4.0
 """Another reference explains a server if its distance is smaller by this factor."""
 LOCAL = 0.02
 """Share of the mean KL at the first tokens below which a fault depends on positions."""
-GROWING = 1.2
-"""`Distance.growth` above which errors grow with the position."""
+LASTING = 0.8
+"""`Distance.growth` above which an error lasts to the end of a text; those of rounding shrink."""
 ROUNDING = 0.1
 """Mean KL (nats) of the coarsest rounding in use; above it, the weights are others."""
 STRANGE = 2.0
@@ -226,7 +226,8 @@ def _causes(asked: Asked) -> tuple[Cause, ...]:
     is_lost = is_lost and dose is not None and served_base is None
     # Of one token, rotation changes nothing.
     first_is_right = distance.first_kl <= max(LOCAL * kl, asked.limit.mean_kl / 4)
-    is_rope = is_near and first_is_right and distance.growth > GROWING
+    is_rope = is_near and first_is_right and distance.growth > LASTING
+    is_rope = is_rope and (dose is None or is_whole)
     was_packed = reference.quantization in ("nf4", "fp4", "int8")
     is_coarse = is_near and kl <= ROUNDING and (dose is None or (is_whole and not has_base))
 
@@ -273,9 +274,9 @@ def _causes(asked: Asked) -> tuple[Cause, ...]:
             f"merge again: {merge} merge.rounding=unbiased, or convert.dtype=float32",
         )),
         ("rope", is_rope, (
-            f"the first token of a text is right (KL {distance.first_kl:.1e}) and the error "
-            f"grows with the position ({distance.growth:.1f} times from the first to the last "
-            "third): rotary embedding with another theta or scaling",
+            f"the first token of a text is right (KL {distance.first_kl:.1e}) and the later ones "
+            f"are not, the last third {distance.growth:.1f} times as wrong as the first: rotary "
+            "embedding with another theta or scaling",
             "compare rope_theta, rope_scaling and rope_parameters in config.json of the served "
             "folder and of the base (a file of transformers 5 read by an older engine loses them), "
             "and start without --rope-scaling, --rope-theta and --hf-overrides",

@@ -47,6 +47,11 @@ def test_weights_of_a_model_are_linked_and_side_files_copied(model: Path, tmp_pa
     for stray in ("pytorch_model.bin", "consolidated.safetensors", "manifest.json", "x.fp", ".a",
                   "vocab.env", "tokenizer.pem", "README.md", "modeling_x.py"):  # fmt: skip
         (model / stray).write_text("not part of it")
+    beside = ["added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt",
+              "preprocessor_config.json", "special_tokens_map.json", "tokenizer.json",
+              "tokenizer_config.json"]  # fmt: skip
+    for name in beside:
+        (model / name).write_text("{}")
     (model / "tokenizer.json").chmod(0o777)
     before = os.umask(0o077)
     try:
@@ -56,7 +61,7 @@ def test_weights_of_a_model_are_linked_and_side_files_copied(model: Path, tmp_pa
     assert (tmp_path / "out" / "tokenizer.json").stat().st_mode & 0o777 == 0o600
     made = {path.name: path.resolve() for path in (tmp_path / "out").iterdir()}
     names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-             "model.safetensors.index.json", "tokenizer.json"]  # fmt: skip
+             "model.safetensors.index.json", *beside]  # fmt: skip
     weights = [name for name in names if name.endswith(".safetensors")]
     assert made == {
         name: (model if name in weights else tmp_path / "out").resolve() / name for name in names

@@ -19,8 +19,8 @@ from tasks.weights.files.reader import OTHER_WEIGHTS, index_of, read_header, sur
 from tasks.weights.files.tensors import Tensors
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
-
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+"""Files of which a tokenizer needs one."""
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v[0-9]*",
@@ -113,7 +113,7 @@ def model_files(folder: Path) -> tuple[dict[str, Path], Tensors]:
     files: dict[str, Path] = {}
     problems: list[str] = []
     tensors: Tensors = {}
-    beside = (CONFIG, "generation_config.json", index_of(SINGLE), *TOKENIZERS, *PROCESSORS)
+    beside = (CONFIG, "generation_config.json", index_of(SINGLE), *TOKENIZER, *PROCESSORS)
     try:
         files = {path.name: path for path in side_files(folder, beside)}
         if CONFIG in files and "model_type" not in read_json(folder / CONFIG):
@@ -124,8 +124,8 @@ def model_files(folder: Path) -> tuple[dict[str, Path], Tensors]:
         adapter = (folder / "adapter_config.json").is_file()
         kind = ": this is an adapter; name the base model it belongs to" if adapter else ""
         problems.append(f"no {CONFIG}{kind}")
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        problems.append(f"no tokenizer: none of {', '.join(TOKENIZERS)}")
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        problems.append(f"no tokenizer: none of {', '.join(VOCABULARIES)}")
     pickles = weight_files(folder, "*.bin", "*.pt", "*.pth", "*.ckpt")
     if any((folder / name).is_file() for name in (SINGLE, index_of(SINGLE))):
         others = [path.name for path in weight_files(folder, *OTHER_WEIGHTS)]

@@ -85,7 +85,7 @@ _SAVED_WHOLE = ("", "modules_to_save.", "modules_to_save.default.")
 """Parts of the keys of a head in an adapter, as versions of PEFT write them."""
 _LAYERED = re.compile(
     r"(classifier|score)\.(?!weight$|bias$|lora_|base_layer)"
-    r"|(classification_head|sequence_summary|logits_proj)\."
+    r"|(classification_head|sequence_summary|logits_proj)\.|perceiver\.decoder\."
 )
 """Keys of heads with several layers, as in BERT-like encoders, T5, BART and XLNet."""
 _LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"

@@ -110,6 +110,8 @@ def _record(
     command, markdown = key.partition("-")[0], report.markdown()
     create_markdown_artifact(redact(markdown), key=key, description=redact(line))
     files = {"report.json": json_text(report.as_json()) + "\n", "report.txt": report.text() + "\n"}
+    if command == "verify":
+        files["report.xml"] = report.junit()
     numbers = {**numbers, f"{command}/seconds": report.seconds}
     tags = {"prefect.flow_run_id": str(flow_run.id), **tags, **provenance()}
     tracker, title = tracker_of(composed), f"{command} {Path(report.source).name}"

@@ -31,6 +31,7 @@ from flows.servers import (
     AUTH,
     CLIENT_SETTINGS,
     LOOPBACK,
+    START_S,
     URL,
     answers,
     client_settings,
@@ -40,14 +41,14 @@ from flows.servers import (
 from tasks.core.errors import BusyError, PlumblineError
 from tasks.core.private import stay_private
 from tasks.pipeline.locks import hold
+from tasks.process.child import PROJECT
 
-PROJECT = Path(__file__).resolve().parents[1]
 # Started in this order and stopped in reverse, so that the worker always has its server.
 NAMES = ("prefect", "mlflow", "worker")
 PORTS = {"prefect": 4200, "mlflow": 5000}
 POOL = "plumbline"
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"
-START_S = 300.0  # seconds on a quiet machine, minutes on a busy one
+AGAIN = "make down, then make up"
 # A worker with a running flow ends only after the flow, which gets SIGTERM after this time.
 STOP_S = 12.0
 TAIL_LINES = 15
@@ -82,12 +83,17 @@ class Services:
         return f"http://{LOOPBACK}:{self.mlflow_port}"
 
     def request(self, method: Any, path: str, body: object = None) -> Any:
-        """Return the JSON answer of the Prefect server to a request. Raises httpx.HTTPError."""
+        """Return the JSON answer of the Prefect server to a request. Raises PlumblineError."""
+        import httpx
         from prefect.client.orchestration import SyncPrefectClient
 
-        with SyncPrefectClient(self.prefect_url, auth_string=self.auth) as client:
-            answer = client.request(method, path, json=body)
-            return answer.json() if answer.content else None
+        try:
+            with SyncPrefectClient(self.prefect_url, auth_string=self.auth) as client:
+                answer = client.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            what = f"{method} {self.prefect_url}{path}: {error}"
+            raise PlumblineError(what, hint=AGAIN) from None
+        return answer.json() if answer.content else None
 
     def environment(self) -> dict[str, str]:
         """Return the environment of Prefect's clients: that of this process and our server."""
@@ -168,7 +174,8 @@ class Services:
                 if not running(name, self.runs) or time.monotonic() > deadline:
                     log = self.home / f"{name}.log"
                     tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-                    raise PlumblineError(f"{name} did not start, see {log}", details=tail)
+                    what = f"{name} did not start, see {log}"
+                    raise PlumblineError(what, details=tail, hint=AGAIN)
                 time.sleep(0.2)
 
     def _spawn(self, name: str) -> None:

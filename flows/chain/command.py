@@ -54,7 +54,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
             return run_chain(composed, steps, without_passwords(overrides), checked=True)
 
-        return exit_status(start("flows.rlhf:rlhf", composed, overrides, body), composed.runs)
+        return exit_status(start("flows.rlhf:rlhf", composed, overrides, body), composed)
 
 
 def urls_of(steps: Sequence[Step]) -> dict[str, str]:

@@ -9,22 +9,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flows.cli.composed import Composed
 from flows.servers import LOOPBACK, running
 from tasks.config.checks.context import installed
 from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
+from tasks.core.redaction import redact_url
 from tasks.core.terminal import plain
 from tasks.serving.llama_cpp import gguf_file, serve_line
 
 
-def exit_status(state: Any, runs: Path) -> int:
+def exit_status(state: Any, composed: Composed) -> int:
     """Print the summary of a flow run, or the error that ended it.
 
     Returns the exit status: 0, that of the error's class, or 1 for an unexpected error.
     """
-    result = state.result(raise_on_failure=False)
+    result, runs = state.result(raise_on_failure=False), composed.runs
     if state.is_completed():
-        return completed(runs, result, pages(runs, result["pages"]))
+        return completed(runs, result, pages(composed, result["pages"]))
     if is_full(result):
         result = write_refused(Path(result.filename or runs), result)
     ours = isinstance(result, PlumblineError)
@@ -34,7 +36,7 @@ def exit_status(state: Any, runs: Path) -> int:
     # `<runs>/latest` may be that of another run by now.
     number = str(state.state_details.flow_run_id)[:8]
     report = next((runs / "reports").glob(f"*-{number}/report.html"), None)
-    lines.append(f"report: {report}" if report else pages(runs, {}))
+    lines.append(f"report: {report}" if report else pages(composed, {}))
     print(*lines, sep="\n", file=sys.stderr)
     return result.exit_code if ours else 1
 
@@ -54,12 +56,13 @@ def completed(runs: Path, summary: Mapping[str, Any], shown: str = "") -> int:
     return TrackingError.exit_code if summary["unregistered"] else 0
 
 
-def pages(runs: Path, known: Mapping[str, str]) -> str:
+def pages(composed: Composed, known: Mapping[str, str]) -> str:
     """Return one line: the pages of a run in Prefect and MLflow, or what serves MLflow's."""
-    urls = list(known.values())
-    if not urls and (prefect := running("prefect", runs)):
+    urls, store = list(known.values()), composed.tracking_uri
+    if not urls and (prefect := running("prefect", composed.runs)):
         urls.append(f"http://{LOOPBACK}:{prefect.port}/runs")
-    store = f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}"
+    if not urls and not store.startswith("sqlite:"):
+        urls.append(redact_url(store))
     served = shlex.join([own_command("mlflow"), "ui", "--backend-store-uri", store])
     return f"pages: {'  '.join(urls) or served}"
 

@@ -53,7 +53,8 @@ def find(versions: Sequence[Version], name: str) -> Version:
     known |= {f"{SCHEME}{version.name}": version for version in versions}
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [*known][:3]
+    offered = [key for key, version in known.items() if version.path]  # others are not ours
+    near = difflib.get_close_matches(name, offered, n=3, cutoff=0.6) or offered[:3]
     raise ConfigError(f"{name} is not registered", hint=" or ".join(near) or "train a model first")
 
 

@@ -60,7 +60,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
         body = partial(run_in_prefect, delivery, text, typed)
         state = start("flows.deliver:deliver", composed, overrides, body)
-        return exit_status(state, composed.runs)
+        return exit_status(state, composed)
 
 
 def _log() -> logging.Logger:

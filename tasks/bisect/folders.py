@@ -136,7 +136,10 @@ def probes_of(a: ModelRef, b: ModelRef, options: Options) -> list[list[int]]:
     folder = next((f for f in folders if (f / "tokenizer_config.json").is_file()), None)
     if folder is None:
         raise ConfigError("no tokenizer in a and none in b: there is nothing to measure on")
-    return [ids for ids in encode_texts(folder, options.texts, options.limit) if len(ids) > 1]
+    probes = [ids for ids in encode_texts(folder, options.texts, options.limit) if len(ids) > 1]
+    if not probes:
+        raise ConfigError("no text has two tokens: there is nothing to measure on")
+    return probes
 
 
 def _drift(a: Any, b: Any, probes: list[list[int]], recordings: list[Any] | None) -> Drift:

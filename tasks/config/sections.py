@@ -407,6 +407,11 @@ class Rollout(Section):
     offload_trainer: bool = COMPUTED  # optimizer states in host memory except during updates
     timeout_s: Positive | None = None  # seconds per iteration; null: by the size of the weights
 
+    @property
+    def cut(self) -> bool:
+        """True if unlikely tokens are never sampled."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass(frozen=True)
 class Reward(Section):

@@ -96,7 +96,7 @@ class Status(InRuns):
 class Compare(InRuns):
     """Settings of `plumbline compare`."""
 
-    a: str = MISSING  # the first run: its folder, its name in paths.runs, its summary or report
+    a: str = MISSING  # the first run: its folder, or its name in paths.runs or the end of it
     b: str = MISSING  # the second run, likewise
 
 

@@ -36,8 +36,10 @@ def emit(event: str, /, **fields: Any) -> None:
     # In one piece, since several ranks may write.
     sys.stdout.write(PREFIX + json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()
+    if event not in KEPT or not _kept:
+        return
     line = json.dumps({"event": event, **fields, "at": int(time.time() * 1000)})
-    for file in _kept if event in KEPT else ():
+    for file in _kept:
         with contextlib.suppress(OSError):
             print(line, file=file, flush=True)
 

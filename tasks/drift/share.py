@@ -96,10 +96,8 @@ def adapter_share(
         return None
     value = product / square
     # By the ratio's standard error over probes; Student's t of so few is wider than the normal.
-    count, error = (
-        len(sums),
-        float(np.sqrt(((sums[:, 1] - value * sums[:, 0]) ** 2).sum()) / square),
-    )
+    count = len(sums)
+    error = float(np.sqrt(((sums[:, 1] - value * sums[:, 0]) ** 2).sum()) / square)
     half = NORMAL * np.sqrt(count / (count - 1)) * (1 + 2.4 / (count - 1)) * error
     remainder = max(0.0, other - 2 * value * product + value**2 * square) / square
     low, high = float(value - half), float(value + half)

@@ -63,6 +63,9 @@ def find_witness(root: Path) -> Witness | None:
             hint="a newer Plumbline, or remove the folder",
         )
     if missing := [key for key in ("quantization", "probes") if key not in facts]:
-        lacks = ", ".join(missing)
-        raise ArtifactError(f"{folder}: incomplete, it lacks {lacks}", hint="remove the folder")
-    return Witness(folder, facts, print_in(folder))
+        what = f"{folder}: incomplete, it lacks {', '.join(missing)}"
+        raise ArtifactError(what, hint="remove the folder")
+    try:
+        return Witness(folder, facts, print_in(folder))
+    except ArtifactError as error:
+        raise ArtifactError(error.message, hint=error.hint or "remove the folder") from None

@@ -178,8 +178,8 @@ class Mechanism:
             stage = name.rpartition(".")[2]
             error.stage = error.stage or name
             if isinstance(error, StageProcessError) and error.reason == "timeout":
-                in_section = f"{_SECTIONS[stage]}.timeout_s" if stage in _SECTIONS else ""
-                setting = in_section or f"timeouts.{stage}_s"
+                section = _SECTIONS.get(stage)
+                setting = f"{section}.timeout_s" if section else f"timeouts.{stage}_s"
                 error.hint = error.hint or f"{setting}=<more seconds>; finished stages are reused"
             own = self.logs / f"{stage}.log"
             shared = (self.logs.parent if self.name else self.logs) / REFERENCE_LOG

@@ -24,7 +24,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 
 GONE_WITHIN_S = 9.0
-"""Seconds until a supervisor that has not ended everything is killed, too."""
+"""Seconds until a supervisor is killed, too; more than its own GRACE_S and KILL_WAIT_S together."""
 
 POLL_S = 0.5
 CHUNK = 1 << 16

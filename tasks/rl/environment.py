@@ -34,7 +34,6 @@ from tasks.rl.responses import Prompt, Request, Response, Turn
 from tasks.rl.rewards import describe, error_details, is_finite_number, shortened
 from tasks.rl.rollout.engine import Engine
 from tasks.rl.user_code import Place, UserCode
-from tasks.serving.prompts import chat
 from tasks.serving.vllm.colocation import Generated
 from tasks.training.engine.deepspeed_engine import Ranks
 
@@ -133,10 +132,9 @@ class ObservationTokens:
         """Render the prompt, then responses and observations in turn, and a generation prompt."""
         roles = ("assistant", self.role) * len(turns)
         more = [{"role": r, "content": turn} for r, turn in zip(roles, turns, strict=False)]
-        question = chat([*prompt.messages, *more], prompt.row)
         text: str = self.tokenizer.apply_chat_template(
-            question["messages"],
-            tools=question.get("tools"),
+            [*prompt.messages, *more],
+            tools=prompt.row.get("tools") or None,
             tokenize=False,
             add_generation_prompt=True,
         )
@@ -164,11 +162,15 @@ class _Episode:
     turns: list[Turn] = field(default_factory=list)
     done: bool = False  # True if the environment ended it
 
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled or observed."""
+        return self.budget - (len(self.context) - len(self.prompt.ids))
+
     def next_request(self) -> Request:
         """Return the request for the next response, with a seed of its own."""
         seed = request_seed(self.request.seed, len(self.turns), self.request.number)
-        room = self.budget - (len(self.context) - len(self.prompt.ids))
-        return Request(self.context, seed, limit=room)
+        return Request(self.context, seed, limit=self.room)
 
     def response(self) -> Response:
         """Return the finished episode."""
@@ -244,7 +246,7 @@ class Episodes:
             return False
         assert observation is not None
         ids = self.observations.of(episode.prompt, observation)
-        if len(ids) >= episode.budget - (len(episode.context) - len(episode.prompt.ids)):
+        if len(ids) >= episode.room:
             episode.generated[-1] = replace(episode.generated[-1], ended=False)
             return False
         message = {"role": self.observations.role, "content": observation}

@@ -101,11 +101,10 @@ class ExperienceScorer:
         record |= estimates(experience) | {"kl_coef": kl_coef}
         limit = setup.loop.kl_limit
         if limit is not None and not record["kl_k1"] <= limit:
-            good = checkpoint.last_good(setup.job.checkpoints)
             raise TrainingError(
                 f"iteration {iteration}: the policy is {record['kl_k1']:.3g} nats per token from "
-                f"the reference, more than rl.kl_limit={limit:g}; last good checkpoint: "
-                f"{good or 'none yet'}",
+                f"the reference, more than rl.kl_limit={limit:g}; "
+                f"{checkpoint.last_good_of(setup.job)}",
                 hint="rl.kl_coef=<more>, or a smaller train.lr",
             )
         return experience, record

@@ -67,7 +67,7 @@ def served_rank(settings: Settings) -> int:
 
 def unservable(settings: Settings, rollout: Rollout) -> Iterator[Finding]:
     """Yield every reason why vLLM cannot sample from this policy, whatever model and machine."""
-    if rollout.temperature != 1 and (rollout.top_p < 1 or rollout.top_k > 0):
+    if rollout.temperature != 1 and rollout.cut:
         yield Finding(
             "rollout.temperature",
             f"{rollout.temperature:g} with rollout.top_p={rollout.top_p:g} and "

@@ -167,11 +167,9 @@ class Updater:
 
     def _error(self, whose: str, step: int, what: str) -> TrainingError:
         job, loop = self.setup.job, self.setup.loop
-        good = checkpoint.last_good(job.checkpoints)
         hint = f"train.lr={job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>"
         if whose == "critic":
             hint = f"rl.critic_lr={(loop.critic_lr or job.settings.optim.lr) / 10:g}"
         return TrainingError(
-            f"step {step}: the {whose}'s {what}; last good checkpoint: {good or 'none yet'}",
-            hint=hint,
+            f"step {step}: the {whose}'s {what}; {checkpoint.last_good_of(job)}", hint=hint
         )

@@ -1,6 +1,7 @@
 """Run a model server as a child process on loopback, for as long as a block needs it.
 
-    with running(argv, port, timeout_s, log=log, log_path=path) as url:    http://127.0.0.1:<port>
+    with running(argv, port, timeout_s, stage="smoke_eval", log=log, log_path=path) as url:
+        url                             http://127.0.0.1:<port>
 
 The server belongs to the supervised children of the flow (`tasks/process/child.py`), so that it
 ends with the flow, whatever happens to the flow. `vllm/server.py` and `llama_cpp.py` make commands.

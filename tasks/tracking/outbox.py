@@ -136,11 +136,11 @@ class Outbox:
     def _deliver(self) -> None:
         """Send the oldest record; of a metric, also those of the same run that follow."""
         first = self._waiting[0]
-        # A copy of the beginning: the flow adds records at the end meanwhile.
-        oldest = [self._waiting[at] for at in range(min(len(self._waiting), MOST_VALUES))]
+        count = min(len(self._waiting), MOST_VALUES) if first.call == METRICS else 1
+        oldest = [self._waiting[at] for at in range(count)]  # a copy: the flow adds at the end
         batch = list(
-            takewhile(lambda each: (each.call, each.run) == (METRICS, first.run), oldest)
-        ) or [first]
+            takewhile(lambda each: (each.call, each.run) == (first.call, first.run), oldest)
+        )
         try:
             if self._send is not None:
                 self._send(batch, self.runs)

@@ -26,6 +26,7 @@ from tasks.config.sections import (
     Zero,
     read_section,
 )
+from tasks.core.redaction import redact
 
 __all__ = [
     "Batch", "Evaluate", "Launch", "Loss", "Optim", "Peft", "Settings", "TrainJob", "Zero",
@@ -126,8 +127,11 @@ class TrainJob:
         return self.base if self.adapter is None else self.adapter
 
     def write(self, path: Path) -> None:
-        """Write the job as JSON; its settings have no secrets, see `REWARD_URL`."""
-        text = json.dumps(asdict(self), indent=1, sort_keys=True, default=str)
+        """Write the job as JSON, without secrets (see `REWARD_URL`)."""
+        document = asdict(self)
+        if url := self.settings.reward_url:  # nodes look it up by this text, see `urls_of`
+            document["settings"]["online"]["reward"]["url"] = redact(url)
+        text = json.dumps(document, indent=1, sort_keys=True, default=str)
         path.write_text(text + "\n")
 
     @classmethod

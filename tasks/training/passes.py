@@ -141,7 +141,8 @@ def add_up(
     All ranks have rows, with the same names. A rank that does not count adds zeros.
     """
     sums = [sum(row[name].detach().double() for row in rows) for name in rows[0]]
-    own = torch.stack(sums) * counted
+    own = torch.stack(sums)
+    own = own if counted else torch.zeros_like(own)
     return dict(zip(rows[0], ranks.total(own).tolist(), strict=True))
 
 
@@ -157,19 +158,20 @@ def with_reference(
     """
     path, ranks = job.checkpoints / FOLDER / f"{split}.npy", passes.ranks
     if begun and job.resume is not None and not path.is_file():  # a checkpoint of another run
-        path = job.resume.parent / FOLDER / path.name
-    if begun:
+        sums = np.load(job.resume.parent / FOLDER / path.name)
+    elif begun:
         sums = np.load(path)
     else:
         mine = torch.zeros(len(examples), len(examples.roles), device=ranks.device)
         for row, logprobs in passes.each(examples, job.settings.batch):
             mine[row.examples] = row.sums(logprobs).view(len(row.examples), -1)
         sums = ranks.total(mine).cpu().numpy()
-        if ranks.first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            np.save(path, sums)
-            flush_tree(path.parent)
-        ranks.barrier()
+    ranks.barrier()  # nobody looks for the file any more
+    if ranks.first and not (begun and path.is_file()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, sums)
+        flush_tree(path.parent)
+    ranks.barrier()
     return replace(examples, values={**examples.values, "reference": sums})
 
 

@@ -15,7 +15,6 @@ _PAIRS = {
     "logp_chosen": 1, "logp_rejected": -1,
 }  # fmt: skip
 _RESPONSES = {"reward": 1}
-Metrics = Mapping[str, float]
 METRICS: Mapping[str, Mapping[str, int]] = {
     "sft": {},
     "reward": {"accuracy": 1, "margin": 1},
@@ -41,7 +40,7 @@ def direction(objective: str, metric: str) -> int:
     return known[metric]
 
 
-def judge(progress: Progress, measures: Metrics, how: Evaluate, sign: int) -> bool:
+def judge(progress: Progress, measures: Mapping[str, float], how: Evaluate, sign: int) -> bool:
     """Record an evaluation; return True if it is the best so far, which NaN never is."""
     progress.evaluations.append({"step": float(progress.step), **measures})
     value = measures[how.best_metric]

@@ -159,12 +159,19 @@ class Report:
         top = ElementTree.Element("testsuite", {**attributes, "time": f"{self.seconds:.3f}"})
         outcomes = [(check.code, check.verdict, check.text) for check in self.checks]
         details = {check.code: "\n".join(_details(check, set())) for check in self.faults}
+        types = {
+            check.code: ", ".join(cause.code for cause in check.causes) or check.code
+            for check in self.faults
+        }
         for name, verdict, text in [*outcomes, *([("verdict", "error", self.line)] * is_error)]:
             about = {"classname": plain(f"verify.{self.model}"), "name": plain(name)}
             case = ElementTree.SubElement(top, "testcase", about)
             kind = {"unknown": "skipped", "fault": "failure", "error": "error"}.get(verdict)
             if kind:
-                result = ElementTree.SubElement(case, kind, {"message": plain(text)})
+                about = {"message": plain(text)}
+                if verdict == "fault":
+                    about["type"] = types[name]
+                result = ElementTree.SubElement(case, kind, about)
                 result.text = plain(details.get(name, ""))
         ElementTree.indent(top)
         return ElementTree.tostring(top, encoding="unicode", xml_declaration=True) + "\n"
@@ -178,7 +185,9 @@ def _details(check: Row, explained: set[str]) -> Iterator[str]:
     """Yield the text, and the causes that are not `explained` yet with what to type."""
     yield check.text
     for cause in check.causes:
-        if cause.code not in explained:
-            explained.add(cause.code)
-            yield f"cause: {cause.text} [{cause.code}]"
-            yield f"-> {cause.hint}"
+        if cause.code in explained:
+            yield f"cause: as above [{cause.code}]"
+            continue
+        explained.add(cause.code)
+        yield f"cause: {cause.text} [{cause.code}]"
+        yield f"-> {cause.hint}"

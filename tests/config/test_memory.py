@@ -35,7 +35,7 @@ from tests.machines import GIB, H100, QWEN_7B, QWEN_72B, published, with_gpus, w
 from tests.settings import Batch, Launch, Settings
 
 WEIGHTS = 7_615_616_512 - 28 * 4_608
-"""Of Qwen2.5-7B, without its attention biases."""
+"""Parameters of Qwen2.5-7B without the biases of attention."""
 
 
 def test_the_memory_plan_of_a_published_model() -> None:

@@ -5,5 +5,5 @@
     python -m pytest tests/gpu -m gpu   the same with the machine's own Python, without `make setup`
 
 `suite.CHECKS` lists the checks in the order of importance, with what each needs. A check is a
-function of a `Setting` (device, size); `test_on_cpu.py` calls it at a tiny size on a CPU.
+function of a `Setting` (device, size); `test_gpu.py` also calls it at a tiny size on a CPU.
 """

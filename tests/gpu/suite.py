@@ -24,7 +24,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 TAIL = 60
 """Lines of a failed check's output that are shown."""
 Numbers = Mapping[str, float | str]
-"""Measurements of a check, for the table at the end."""
+"""Measurements of a check, which `test_gpu.py` prints."""
 
 
 @dataclass(frozen=True)

@@ -90,14 +90,15 @@ def test_an_exception_of_the_listener_ends_the_child(run: Run) -> None:
 
 def test_the_childs_environment(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     login = "PREFECT_SERVER_API_AUTH_STRING"
-    values = {"MLFLOW_RUN_ID": "parents-own", "HF_TOKEN": "hf_abcdefghijkl", login: "user:secret"}
+    values = {"MLFLOW_RUN_ID": "parents-own", "HF_TOKEN": "hf_abcdefghijkl", login: "user:secret",
+              "PREFECT_API_AUTH_STRING": "user:secret"}  # fmt: skip
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir("/")
-    names = ("MLFLOW_RUN_ID", login, "PYTHONUNBUFFERED", "HF_TOKEN")
+    names = ("MLFLOW_RUN_ID", "PREFECT_API_AUTH_STRING", login, "PYTHONUNBUFFERED", "HF_TOKEN")
     code = f"import os, tasks.core.events; print(*[os.environ.get(name) for name in {names}])"
-    assert run(code) == ["None None 1 ***"]
-    assert run(code, env={login: "its own"}) == ["None its own 1 ***"]
+    assert run(code) == ["None None None 1 ***"]
+    assert run(code, env={login: "its own"}) == ["None None its own 1 ***"]
     assert "abcdef" not in (tmp_path / "logs/demo.log").read_text()
 
 

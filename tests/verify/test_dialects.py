@@ -68,14 +68,17 @@ def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None
     assert {(body["prompt_logprobs"], body["model"]) for body in bodies} == {(5, "tuned")}
 
 
-@pytest.mark.parametrize("value", [12.5, float("nan"), "x"])
-def test_values_that_are_no_log_probabilities_are_refused(value: Any) -> None:
+@pytest.mark.parametrize(
+    "listed", [[{"1": {"logprob": value}}] for value in (12.5, float("nan"), "x")] + [[], [{}, {}]]
+)
+def test_what_is_no_log_probability_of_each_token_is_refused(listed: list[Any]) -> None:
+    """A prompt that a proxy cut, or to which a server added a token, is no other model."""
     answers = servers.openai()
     ok = answers["/v1/completions"]
 
     def broken(body: Any) -> Any:
         if len(body["prompt"]) == 2:
-            return {"choices": [{"prompt_logprobs": [None, {"1": {"logprob": value}}]}]}
+            return {"choices": [{"prompt_logprobs": [None, *listed]}]}
         return ok(body)
 
     with answering({**answers, "/v1/completions": broken}) as requests:

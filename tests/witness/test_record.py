@@ -88,6 +88,17 @@ def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora
     assert [probe["text"] for probe in rows] == [None] * 4
 
 
+def test_a_second_training_leaves_nothing_of_the_first_record(tmp_path: Path) -> None:
+    for folder, name in ((".", "base.fp"), ("checkpoint-2", "scores.json")):
+        (tmp_path / folder / "plumbline.witness").mkdir(parents=True)
+        (tmp_path / folder / "plumbline.witness" / name).touch()
+    callback = WitnessCallback()
+    callback._last = 2
+    state = SimpleNamespace(global_step=2, best_model_checkpoint=None, is_world_process_zero=True)
+    callback.on_train_end(SimpleNamespace(output_dir=tmp_path), state, None)
+    assert [path.name for path in (tmp_path / "plumbline.witness").iterdir()] == ["scores.json"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sharding", "ranks"),

@@ -2,7 +2,7 @@
 
     engine = VllmEngine(Policy(engine, job, ranks), rollout, ends=ends, probes=prompts)
     engine.sync_weights()                          and prove that vLLM has them
-    responses = engine.generate(requests)          this rank's, several for each request
+    responses = engine.generate(requests)          this rank's, one for each request
 
 engine     the interface of a rollout engine, its settings and requests
 in_rank    vLLM inside each training rank

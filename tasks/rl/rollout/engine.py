@@ -85,8 +85,9 @@ class Engine(ABC):
     def close(self) -> None:
         """Shut the engine down and free everything."""
 
+    @staticmethod
     def _own(
-        self, responses: Sequence[Generated], by_rank: Sequence[Sequence[Request]], place: int
+        responses: Sequence[Generated], by_rank: Sequence[Sequence[Request]], place: int
     ) -> list[Generated]:
         """Return the responses to the requests of one rank, from those of all ranks end to end."""
         start = sum(map(len, by_rank[:place]))

@@ -201,9 +201,11 @@ def memory_folder(ranks: Ranks, nbytes: int, *, root: str | None = None) -> Iter
         if root is not None:  # a process of another machine may have the same id
             parent, owner = Path(root).expanduser(), f"{socket.gethostname()}.{owner}"
             parent.mkdir(parents=True, exist_ok=True)
-        elif os.access(MEMORY, os.W_OK | os.X_OK):
+        else:
             sweep(MEMORY)
-            parent = MEMORY if shutil.disk_usage(MEMORY).free > nbytes + _HEADROOM else parent
+            sweep(parent)
+            free = shutil.disk_usage(MEMORY).free if os.access(MEMORY, os.W_OK | os.X_OK) else 0
+            parent = MEMORY if free > nbytes + _HEADROOM else parent
         mine = tempfile.mkdtemp(prefix=f"{PREFIX}{owner}-", dir=parent)
         if root is not None:
             os.chmod(mine, 0o755)  # the servers may belong to another user

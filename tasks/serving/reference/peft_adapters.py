@@ -99,7 +99,7 @@ def _other_layout(adapter: Adapter, live: Model) -> Iterator[LowRank]:
                 yield term
 
 
-def _as_stored(model: Any, adapter: Adapter, name: str = "default") -> None:
+def _as_stored(model: Any, adapter: Adapter) -> None:
     """Give factors their stored dtype; on a 4-bit base peft always makes them float32.
 
     Modules that are saved in full keep the dtype of the base.
@@ -112,6 +112,6 @@ def _as_stored(model: Any, adapter: Adapter, name: str = "default") -> None:
     }
     for full, parameter in model.named_parameters():
         parts = full.split(".")
-        dtype = stored.get(".".join(part for part in parts if part != name))
-        if dtype is not None and name in parts and "modules_to_save" not in parts:
+        dtype = stored.get(".".join(part for part in parts if part != "default"))
+        if dtype is not None and "default" in parts and "modules_to_save" not in parts:
             parameter.data = parameter.data.to(dtype)

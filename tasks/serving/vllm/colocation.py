@@ -46,14 +46,13 @@ class Colocation:
     def options(self) -> dict[str, Any]:
         """Return the options that rollouts need, by the names of `vllm.LLM`, wherever it runs."""
         rollout = self.rollout
-        cut = rollout.top_p < 1 or rollout.top_k > 0  # then the temperature is 1
         options: dict[str, Any] = {
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
             "max_num_seqs": rollout.max_num_seqs,
             "tensor_parallel_size": rollout.tensor_parallel,
             # log-probabilities at the temperature, and before top-p and top-k
-            "logprobs_mode": "raw_logprobs" if cut else "processed_logprobs",
+            "logprobs_mode": "raw_logprobs" if rollout.cut else "processed_logprobs",
             "generation_config": "vllm",
         }
         if self.trust_remote_code:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.machine import has_gpu
 from tasks.serving.vllm.job import time_limit
@@ -33,6 +35,8 @@ def explain(error: Exception, job: TrainJob, rank: int) -> PlumblineError | None
         return out_of_memory(f"rank {rank} ran out of memory: {line}", job)
     if isinstance(error, RuntimeError) and _TIMED_OUT.search(text) and _PEER.search(text):
         return waited(f"rank {rank}", line, job)
+    if isinstance(error, OSError) and is_full(error):
+        return write_refused(Path(error.filename or job.out), error)
     return None
 
 

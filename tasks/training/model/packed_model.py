@@ -67,8 +67,10 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
     original, scored = model.forward, hasattr(model, "score")
     packs, shared = name == "sdpa" and not model.padded_rows, None
     if ranks is not None and ranks.sequence_group is not None:
-        if not packs:
-            what = f"the attention of {type(model).__name__} with {name} cannot be divided"
+        heads = model.config.get_text_config().num_attention_heads
+        if not packs or heads % ranks.sequence_parallel:
+            what = f"{type(model).__name__}: {name} attention of {heads} heads cannot be divided "
+            what += f"over {ranks.sequence_parallel} ranks"
             raise ConfigError(what, hint="train.sequence_parallel=1")
         shared = SequenceParallel(ranks.sequence_group)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ class Examples:
         """Number of tokens of each sequence, (E, R)."""
         return np.diff(self.bounds).reshape(len(self), len(self.roles))
 
-    @property
+    @cached_property
     def supervised(self) -> NDArray[np.int64]:
         """Number of tokens of each sequence that bear loss, (E, R)."""
         sums: NDArray[np.int64] = np.add.reduceat(self.bears, self.bounds[:-1], dtype=np.int64)

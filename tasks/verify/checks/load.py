@@ -122,7 +122,7 @@ def _judged(
         return Row(name, "unknown", "the server returned no log-probabilities to compare")
     limits = {"mean_kl": asked.limit.mean_kl}
     measured = {"mean_kl": float(moved.mean()), **measured}
-    text = f"{text}: {moved.mean():.1e} nats apart"
+    text = f"{text}: {moved.mean():.1e} nats apart (limit {asked.limit.mean_kl:.1e})"
     if _exceeds(moved, asked.limit):
         return Row(name, "fault", text, measured, _cause(cause), limits)
     return Row(name, "ok", text, measured, limit=limits)

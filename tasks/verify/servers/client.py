@@ -110,9 +110,14 @@ class Client:
             try:
                 response = self._sent(request)
             except httpx.HTTPError as error:
-                slow = isinstance(error, httpx.ReadTimeout)
+                slow = isinstance(error, httpx.TimeoutException)
+                slow = slow and not isinstance(error, httpx.ConnectTimeout)
                 code, hint = _BUSY if slow else ("unreachable", _START)
-                problem = f"no response within {self._timeout_s:g} s" if slow else error
+                problem = f"{type(error).__name__}: {error}"
+                if slow:
+                    problem = f"no response within {self._timeout_s:g} s"
+                if "CERTIFICATE" in problem:
+                    hint = "export SSL_CERT_FILE=<the certificates to trust>"
                 raise ServerError(f"{self.url}{path}: {problem}", hint=hint, code=code) from None
             if response.is_success:
                 return response

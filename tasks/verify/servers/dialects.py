@@ -67,7 +67,15 @@ class OpenAiServer(Server):
         if not self._scores_prompts:
             return super().score(model, sequences)
         ask = self.score_one
-        return parallel(lambda ids: ask(model, [*ids]), sequences, workers or self.client.workers)
+        scored = parallel(lambda ids: ask(model, [*ids]), sequences, workers or self.client.workers)
+        for ids, entries in zip(sequences, scored, strict=True):
+            if len(entries) != len(ids) - 1:
+                raise ServerError(
+                    f"{self.url}: log-probabilities for {len(entries) + 1} of {len(ids)} tokens",
+                    hint="a proxy or a limit of the server may cut the prompt, or add a token",
+                    code="response",
+                )
+        return scored
 
     def score_one(self, model: str, ids: list[int]) -> Scores:
         """Return vLLM's prompt log-probabilities: one mapping of id to value per position."""
@@ -179,7 +187,7 @@ class SglangServer(OpenAiServer):
     def score_one(self, model: str, ids: list[int]) -> Scores:
         """Return the log-probabilities of a prompt: the most likely ids, and its own."""
         facts = self._scored(model, ids, logprob_start_len=0)
-        own, tops = facts["input_token_logprobs"], facts["input_top_logprobs"]
+        own, tops = (facts.get(f"input_{name}_logprobs") or () for name in ("token", "top"))
         return [
             entry({int(token): value for value, token, *_ in [*(top or ()), mine]})
             for top, mine in zip(tops[1:], own[1:], strict=True)

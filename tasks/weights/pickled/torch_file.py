@@ -23,7 +23,7 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.dtypes import ITEM_BITS, TORCH_NAMES
 from tasks.weights.files.reader import index_of, read_files, weight_files
 from tasks.weights.files.tensors import Extent, Tensor, Tensors
-from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, Table, Walker
+from tasks.weights.pickled.unpickler import Foreign, Global, PickleError, Walker
 
 MODEL = "pytorch_model.bin"
 """File name of a pickled model in transformers; the index of several files is named after it."""
@@ -38,7 +38,7 @@ _DESCRIBED = 8
 _WIDE = (1 << 32) - 1
 """Sizes and offsets from here on are written in 8 bytes."""
 _MAX_ARCHIVES = 100_000
-_MAX_READ = 64 << 20
+_MAX_READ = 128 << 20
 """Limit in bytes of the table, of which torch needs 60 to 80 for a tensor, and of the pickle."""
 _MAX_AXES, _MAX_SIZE = 64, 1 << 62
 _SHOWN = 50
@@ -74,7 +74,7 @@ class _Until(io.FileIO):
         room = max(0, self._end - self.tell())
         count = room if size is None or size < 0 else min(size, room)
         if count > _MAX_READ:
-            raise zipfile.BadZipFile(f"a record or a directory of {count} bytes")
+            raise zipfile.BadZipFile(f"more than is read: a record or a table of {count} bytes")
         return super().read(count)
 
 
@@ -100,7 +100,7 @@ def is_zip(path: Path) -> bool:
     try:
         with _Until(path, path.stat().st_size) as file, zipfile.ZipFile(file) as opened:
             return bool(opened.infolist())
-    except (struct.error, ValueError, zipfile.BadZipFile, NotImplementedError):
+    except (OSError, struct.error, ValueError, zipfile.BadZipFile, NotImplementedError):
         return False
 
 
@@ -229,7 +229,7 @@ class _Tensors(Walker):
         """Return the object of a call, for the few functions that state dicts need."""
         known = target.path
         if known == "collections.OrderedDict" and not args:
-            return Table()
+            return {}
         if known == "torch.Size" and len(args) == 1:
             return _sizes(args[0])
         # Optional last arguments say that values are negated or conjugated: not plain weights.

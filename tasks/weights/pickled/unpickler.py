@@ -21,12 +21,12 @@ MAX_STEPS = 20_000_000
 """Maximum number of instructions; the states of a model of 100,000 tensors have 10 million."""
 _MAX_NAME = 4096
 _MAX_KEY_BITS = 60
-_STOPS = (AttributeError, LookupError, TypeError, ValueError)
+_STOPS = (LookupError, TypeError, ValueError)
 _BYTES = frozenset(pickle.SHORT_BINBYTES + pickle.BINBYTES + pickle.BINBYTES8 + pickle.BYTEARRAY8)
 
 
 class PickleError(ValueError):
-    """The pickle is damaged: Python's own unpickler stops at this instruction, too."""
+    """The pickle cannot be followed to its end: it is damaged, unless a subclass says otherwise."""
 
 
 class TruncatedError(PickleError):
@@ -47,12 +47,6 @@ class Global:
 
     path: str
 
-    def append(self, *_: Any) -> None:
-        """Refuse a change of the object, which could do anything."""
-        raise UnresolvedError(f"changes {self.path}, or calls its methods")
-
-    extend = add = __setitem__ = __setstate__ = append
-
 
 @dataclass(eq=False, slots=True)
 class Foreign:
@@ -62,32 +56,16 @@ class Foreign:
     args: tuple[Any, ...] = ()
     state: Any = None
 
-    def append(self, *_: Any) -> None:
-        """Leave out what is put into the object."""
 
-    extend = add = __setitem__ = append
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class Table(dict[Any, Any]):
-    """A dictionary whose keys take no time.
+def _key(key: Any) -> Any:
+    """Return a key, or a placeholder equal to no other if hashing or comparing it could take long.
 
     Python hashes text with a secret seed, but integers without one: a pickle could contain millions
-    of integers above 60 bits with the same hash, and a dictionary of them would take hours. Such a
-    key becomes a placeholder that equals no other.
+    of integers above 60 bits with the same hash, and a dictionary of them would take hours.
     """
-
-    __slots__ = ()
-
-    def __setstate__(self, _: Any) -> None:
-        """Leave out attributes, which state dicts have."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        plain = key is None or isinstance(key, str | bytes | int | float | Foreign)
-        is_large = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
-        super().__setitem__(key if plain and not is_large else Foreign("key"), value)
+    plain = key is None or isinstance(key, str | bytes | int | float | Foreign)
+    is_large = isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS
+    return key if plain and not is_large else Foreign("key")
 
 
 _Unpickler: Any = pickle._Unpickler  # has no annotations of what a subclass needs
@@ -238,20 +216,63 @@ class Walker(_Unpickler):
         self.stack.pop()  # named arguments
         self.load_reduce()
 
-    # Containers
+    # Containers: the library's own instructions write into any object, also into a `Tensor`.
 
-    def load_empty_dict(self) -> None:
-        self.append(Table())
-
-    def load_dict(self) -> None:
-        self.metastack[-1].append(Table())  # below the mark, so that it is filled as by SETITEMS
-        self.load_setitems()
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, Global):
+            raise UnresolvedError(f"changes {target.path} at byte {self.at}")
+        if isinstance(target, Foreign):  # attributes of state dicts and tensors are left out
+            self.calls += 1
+            target.state = state
 
     def load_empty_set(self) -> None:
         self.append(Foreign("builtins.set"))
 
     def load_frozenset(self) -> None:
         self.append(Foreign("builtins.frozenset", tuple(self.pop_mark())))
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._fill(items)
+
+    def load_append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    load_additems = load_appends
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._fill([key, value])
+
+    def load_setitems(self) -> None:
+        self._fill(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, list):
+            target.extend(items)
+        else:
+            self._leave_out(target)
+
+    def _fill(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, dict):
+            pairs = zip(items[::2], items[1::2], strict=True)
+            target.update((_key(key), value) for key, value in pairs)
+        else:
+            self._leave_out(target)
+
+    def _leave_out(self, target: Any) -> None:
+        """Leave out what goes into an object of another class."""
+        if isinstance(target, Global | list):
+            raise UnresolvedError(f"calls a method of a class or a list at byte {self.at}")
+        if not isinstance(target, Foreign):
+            raise PickleError(f"fills a {type(target).__name__} at byte {self.at}")
 
 
 Walker.dispatch = {

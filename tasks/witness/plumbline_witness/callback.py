@@ -8,7 +8,6 @@ never ends a training: what goes wrong is logged, and the checkpoint has no reco
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -55,8 +54,11 @@ class WitnessCallback(TrainerCallback):
         if self._last == state.global_step and state.best_model_checkpoint is None:
             if state.is_world_process_zero:
                 record = out / f"checkpoint-{self._last}" / FOLDER
-                with contextlib.suppress(OSError):  # a record is never worth a training
-                    shutil.copytree(record, out / FOLDER, dirs_exist_ok=True)
+                try:
+                    shutil.rmtree(out / FOLDER, ignore_errors=True)
+                    shutil.copytree(record, out / FOLDER)
+                except OSError as error:  # a record is never worth a training
+                    log.warning("no plumbline.witness in %s: %s", out, error)
             return
         self._take(out, state, kwargs)
 

@@ -57,15 +57,15 @@ def is_reward_model(model: Any) -> bool:
 
 def plain(value: Any) -> Any:
     """Return a value as JSON can hold it: sets are sorted, other objects become text."""
-
-    def replaced(part: Any) -> Any:
-        return (
-            sorted(part)
-            if isinstance(part, (set, frozenset))
-            else str(getattr(part, "value", part))
-        )
-
-    return json.loads(json.dumps(value, default=replaced))
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(plain(part) for part in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(getattr(value, "value", value))
 
 
 def quantization(model: torch.nn.Module) -> dict[str, Any]:

@@ -150,8 +150,7 @@ class Fingerprint:
         """Read a file of `save`. Raises one of `UNREADABLE` if it is not a fingerprint."""
         with safe_open(path, framework="numpy") as file:
             facts = json.loads(file.metadata()["fingerprint"])
-            names = file.keys()
-            arrays = {name: file.get_tensor(name) for name in names}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts["probes"] = tuple(map(tuple, facts["probes"]))
         facts["formats"] = {name: FormatNoise(**each) for name, each in facts["formats"].items()}
         return cls(**facts, **arrays)
@@ -176,8 +175,6 @@ class ScorePrint:
     def load(cls, path: Path) -> Self:
         """Read a file of `save`. Raises one of `UNREADABLE` if it has no scores."""
         facts = json.loads(path.read_text())
-        facts["probes"], facts["scores"] = (
-            tuple(map(tuple, facts["probes"])),
-            tuple(facts["scores"]),
-        )
+        facts["probes"] = tuple(tuple(map(int, probe)) for probe in facts["probes"])
+        facts["scores"] = tuple(map(float, facts["scores"]))
         return cls(**facts)

@@ -15,6 +15,7 @@ from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtypes import torch_dtype
 from tasks.weights.files.tensors import Tensor, read_all
 from tasks.weights.pickled.torch_file import read_state, read_torch_file
+from tasks.weights.pickled.unpickler import Foreign, Walker
 
 GOOD: dict[str, Any] = {
     "weight": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)),
@@ -50,6 +51,26 @@ def test_tensors_equal_torchs(tmp_path: Path) -> None:
             have = loaded(content[name])
             assert (have.dtype, have.shape) == (want.dtype, want.shape)
             assert torch.equal(*(t.detach().view(-1).view(torch.uint8) for t in (have, want))), name
+
+
+def test_attributes_in_a_pickle_change_no_tensor(tmp_path: Path) -> None:
+    """Ranges that a file chooses would put bytes of any other file into the delivered weights."""
+
+    class Changed:
+        def __reduce_ex__(self, _: Any) -> Any:
+            made = torch.ones(3).__reduce_ex__(2)
+            return (*made[:2], {"extents": (1,), "shape": (9,), "dtype": "U8"})
+
+    torch.save({"a": Changed()}, tmp_path / "x.pt")
+    assert torch.equal(loaded(read_torch_file(tmp_path / "x.pt")["a"]), torch.ones(3))
+
+
+@pytest.mark.parametrize("key", [b"N" + b"2\x86" * 22, b"\x8a\x09" + b"\xff" * 8 + b"\0"])
+def test_keys_take_no_time(key: bytes) -> None:
+    """Nested tuples are hashed again for each use, and large integers may have one hash."""
+    for start, fill in ((b"}", b"s."), (b"(", b"d.")):
+        (made,) = Walker(start + key + b"N" + fill).value()
+        assert isinstance(made, Foreign)
 
 
 def test_files_beyond_4_gb(tmp_path: Path) -> None:

@@ -157,11 +157,11 @@ def audit(
 
 
 def _lines(findings: tuple[Finding, ...]) -> Iterator[str]:
-    explained: set[str] = set()
+    explained: set[tuple[str, str]] = set()
     for finding in findings:
         yield f"\n{finding.severity.value:<8} {finding.code}  {finding.where}"
         names = ["found", "expected", "why", "fix"]
-        if finding.code in explained:  # all findings of a code have the same reason
+        if (finding.code, finding.why) in explained:  # most findings of a code have one reason
             names.remove("why")
-        explained.add(finding.code)
+        explained.add((finding.code, finding.why))
         yield from (f"  {name + ':':<10}{getattr(finding, name)}" for name in names)

@@ -251,7 +251,8 @@ def _named_base(folder: Folder) -> Path | None:
         return None
     if name.startswith("/"):
         return Path(name) if Path(name).is_dir() else None
-    if not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}@[\w.-]{1,96}", f"{name}@{revision}"):
+    known = re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}@[\w./-]{1,200}", f"{name}@{revision}")
+    if not known or ".." in revision.split("/") or revision.startswith("/"):
         return None
     from huggingface_hub import constants  # the functions of the library take longer than an audit
 

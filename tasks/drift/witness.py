@@ -65,6 +65,8 @@ def find_witness(root: Path) -> Witness | None:
     if missing := [key for key in ("quantization", "probes") if key not in facts]:
         what = f"{folder}: incomplete, it lacks {', '.join(missing)}"
         raise ArtifactError(what, hint="remove the folder")
+    if not isinstance(facts.get("versions", {}), dict):
+        raise ArtifactError(f"{folder}: its versions are no table", hint="remove the folder")
     try:
         return Witness(folder, facts, print_in(folder))
     except ArtifactError as error:

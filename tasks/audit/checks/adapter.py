@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from tasks.audit.check import ADAPTER, BASE, ERROR, WARNING, Fault, check, some
 from tasks.audit.known import is_multimodal, text_config, texts
@@ -16,7 +17,7 @@ from tasks.audit.tensor_names import INPUT, OUTPUT, TOWER, adapter_name
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.tensors import Tensor
 from tasks.weights.heads import SIDE_FILES
-from tasks.weights.lora_config import AdapterConfig, parse_config
+from tasks.weights.lora_config import PATTERN, AdapterConfig, parse_config
 from tasks.weights.quantized.config_fields import is_packed, refusal, remedy, stored
 
 _PART = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<part>A|B|magnitude_vector)(\.weight)?")
@@ -57,6 +58,11 @@ def plain_module(module: str) -> str:
     while module.endswith(_BASE_LAYER):
         module = module.removesuffix(_BASE_LAYER)
     return module
+
+
+def _is_cheap(*patterns: str) -> bool:
+    """Return True if no pattern can take long to match; untrusted regular expressions can."""
+    return not any(re.search(r"[*+{(]", pattern) for pattern in patterns)
 
 
 def pattern_of(name: str) -> str:
@@ -107,6 +113,20 @@ def wrong_settings(source: Source) -> Iterator[Fault]:
             severity = ERROR if problem.startswith(("r=", "lora_alpha=")) else WARNING
             expected = "a LoRA adapter that can be merged"
             yield Fault(problem, expected, file=ADAPTER_CONFIG, severity=severity)
+    if not has_pairs(source) or raw.get("target_parameters"):
+        return  # names of targeted parameters are not in the keys
+    config = source.once(adapter_config)
+    names = [plain_module(name) for name in source.once(adapter_keys).pairs]
+    for key in ("rank_pattern", "alpha_pattern"):
+        dead = [
+            pattern
+            for pattern in islice(getattr(config, key), _MOST_PATTERNS)
+            if _is_cheap(pattern)
+            and not any(re.match(PATTERN.replace("{}", pattern), name) for name in names)
+        ]
+        if dead and names:
+            text = f"{key}: {some(dead)} matches no module"
+            yield Fault(text, "names of its modules", file=ADAPTER_CONFIG, severity=WARNING)
 
 
 @check(
@@ -139,8 +159,7 @@ def _faults_of(
     if config.use_dora and not config.target_parameters and _MAGNITUDE not in pair:
         yield "use_dora, no magnitudes", "a lora_magnitude_vector for every module"
     patterns = config.rank_pattern
-    # Patterns of an untrusted file can take for ever.
-    cheap = len(patterns) <= _MOST_PATTERNS and not any(re.search(r"[*+{(]", p) for p in patterns)
+    cheap = len(patterns) <= _MOST_PATTERNS and _is_cheap(*patterns)
     if len(a.shape) > 1 and len(b.shape) > 1 and cheap and 0 not in (*a.shape, *b.shape):
         ranks, rank = (a.shape[0], b.shape[1]), config.rank_of(plain_module(module))
         # A targeted parameter of experts has the pairs of all experts in one tensor.
@@ -166,7 +185,7 @@ def uncovered_targets(source: Source) -> Iterator[Fault]:
             severity = ERROR if len(absent) == len(config.target_modules) else None
             text, expected = "no pair of that name", "one for each target"
             yield Fault(text, expected, ADAPTER_CONFIG, absent, severity=severity)
-    if source.base is not None or config.layers_to_transform:
+    if source.planned or config.layers_to_transform:
         return  # the plan of the merge compares every module
     layers: dict[str, set[int]] = {}
     for module in pairs:
@@ -184,6 +203,8 @@ _HEADS = ("classifier", "score")
 """peft adds both to modules_to_save for a classifier, which has one of them."""
 _ALL_HEADS = ("v_head", *_HEADS)
 """`heads` covers them."""
+_ROWS = ".trainable_tokens_delta"
+"""Part of the keys of trained rows of an embedding."""
 _EMBEDDINGS = (*INPUT, *OUTPUT)
 """Modules that `save_embedding_layers="auto"` stores in full when the vocabulary has grown."""
 
@@ -202,6 +223,8 @@ def saved_modules(source: Source) -> Iterator[Fault]:
         wanted -= set(_HEADS)
     if any(_is_of(_ALL_HEADS, key) for key in whole):
         wanted -= set(_ALL_HEADS)  # ms-swift names every possible head
+    if config.trainable_token_indices and not any(_ROWS in key for key in source.tensors):
+        yield Fault("trainable_token_indices, and no rows", "their rows", ADAPTER_CONFIG)
     absent = sorted(name for name in wanted if not any(_is_of([name], key) for key in whole))
     if absent:
         text = "no tensor of a name in modules_to_save"

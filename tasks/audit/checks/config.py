@@ -19,6 +19,8 @@ from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.tensors import Tensor, Tensors
 from tasks.weights.quantized.config_fields import QUANTIZATION, stored
 
+_NEW_TOKENIZER = "TokenizersBackend"
+"""Tokenizer class that transformers 5 writes."""
 _THETA = 10_000.0
 """Base frequency that loaders use if the file has none."""
 _THETAS = {
@@ -43,21 +45,36 @@ _OF_PROMPTS = ("add_bos_token", "add_eos_token", "add_prefix_space")
 
 
 @check(
-    "TRANSFORMERS_4", INFO, needs=(MODEL,),
-    why="older versions of transformers and vLLM read their default rope theta: garbage, silently",
+    "TRANSFORMERS_4", INFO, needs=(either,),
+    why="older versions do not load it, or use the default rope theta, or float32",
     fix="for such servers write what is expected beside it",
-    issues="minimind #578, vLLM PR #44158",
+    issues="LLaMA-Factory #10310, minimind #578, QwenPaw #3084, vLLM PR #44158, "
+    "unsloth-zoo PR #286",
 )  # fmt: skip
 def transformers_4(source: Source) -> Iterator[Fault]:
-    """A rope theta under `rope_parameters`, where transformers 4 does not look."""
-    text = text_config(source.config())
+    """Settings of transformers 5 that transformers 4 does not load, or reads otherwise."""
+    settings, config = source.config(SETTINGS), source.config() if source.is_model else {}
+    if settings.get("tokenizer_class") == _NEW_TOKENIZER:
+        fix = setting(SETTINGS, tokenizer_class=GENERIC_TOKENIZER)
+        yield Fault(f"tokenizer_class {_NEW_TOKENIZER!r}", fix, SETTINGS, fix=fix)
+    more = settings.get("extra_special_tokens")
+    if more and isinstance(more, list):
+        expected = "the list as additional_special_tokens"
+        yield Fault(f"extra_special_tokens, a list of {len(more)}", expected, SETTINGS)
+    text = text_config(config)
     scaling = dict(_new_rope(text) or {})
     theta = scaling.pop("rope_theta", None)
     default = _THETAS.get(str(text.get("model_type")), _THETA)
-    if "rope_theta" not in text and theta not in (None, default):
-        plain = scaling.get("rope_type", "default") == "default" and "mrope_section" not in scaling
-        fix = setting(CONFIG, rope_theta=theta, **({} if plain else {"rope_scaling": scaling}))
-        yield Fault(f"read as {default:.0f}", fix, CONFIG, ["rope_parameters"], fix=fix)
+    scaled = scaling.get("rope_type", "default") != "default" or "mrope_section" in scaling
+    if "rope_theta" not in text and (scaled or theta not in (None, default)):
+        values = {} if theta is None else {"rope_theta": theta}
+        fix = setting(CONFIG, **values, **({"rope_scaling": scaling} if scaled else {}))
+        actual = f"read as {default:.0f}" + ", without its scaling" * scaled
+        yield Fault(actual, fix, CONFIG, ["rope_parameters"], fix=fix)
+    dtype = of_text(config, "dtype")
+    if isinstance(dtype, str) and dtype != "float32" and not of_text(config, "torch_dtype"):
+        fix = setting(CONFIG, torch_dtype=dtype)
+        yield Fault(f"dtype {dtype}, and no torch_dtype", fix, CONFIG, fix=fix)
 
 
 def _new_rope(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -162,18 +179,18 @@ def _window(config: Mapping[str, Any]) -> Any:
 def _tokenizer_class(settings: Mapping[str, Any]) -> str | None:
     """Return the tokenizer class without the suffix Fast; None for that of transformers 5."""
     name = settings.get("tokenizer_class")
-    known = isinstance(name, str) and name != "TokenizersBackend"
+    known = isinstance(name, str) and name != _NEW_TOKENIZER
     return str(name).removesuffix("Fast") if known else None
 
 
 _NONE = (math.inf, math.inf)
 _SAMPLING = (
     # setting, the least and the most that vLLM 0.32 and transformers 5 take, what decides answers
-    ("temperature", (0.0, 2.0), (0.0, 0.05)),
-    ("top_p", (1e-9, 1.0), _NONE),
-    ("min_p", (0.0, 1.0), _NONE),
-    ("top_k", (-1.0, math.inf), _NONE),
-    ("repetition_penalty", (1e-9, math.inf), (1.5, math.inf)),
+    ("temperature", (0.0, 2.0), (0.0, 0.05), "0, or 0.05 to 2"),
+    ("top_p", (1e-9, 1.0), _NONE, "above 0, at most 1"),
+    ("min_p", (0.0, 1.0), _NONE, "0 to 1"),
+    ("top_k", (-1.0, math.inf), _NONE, "-1, 0 or more"),
+    ("repetition_penalty", (1e-9, math.inf), (1.5, math.inf), "above 0, at most 1.5"),
 )
 
 
@@ -186,15 +203,14 @@ _SAMPLING = (
 def generation_settings(source: Source) -> Iterator[Fault]:
     """Sampling defaults that servers refuse, or that decide every answer, unless the base's."""
     base = source.base.config(GENERATION) if source.base is not None else {}
-    for name, (least, most), (low, high) in _SAMPLING:
+    for name, (least, most), (low, high), words in _SAMPLING:
         value = source.config(GENERATION).get(name)
         if not isinstance(value, int | float):
             continue
         refused = not least <= value <= most
         if refused or (low < value < high and base.get(name) != value):
             severity = ERROR if refused else None
-            text, expected = f"{name} {value}", f"{least:g} to {most:g}, as the base has"
-            yield Fault(text, expected, file=GENERATION, severity=severity)
+            yield Fault(f"{name} {value}", words, file=GENERATION, severity=severity)
 
 
 _STATE = re.compile(

@@ -107,7 +107,7 @@ def mixture(source: Source) -> Iterator[Fault]:
 
 @check(
     "FILE_MISSING", WARNING,
-    why="loaders refuse it, vLLM does not start or refuses chats, or samples by its own settings",
+    why="loaders refuse it, vLLM does not start or refuses chats",
     fix="copy it from the training run, and settings from the base; or save the checkpoint again",
     issues="unsloth #1191, LLaMA-Factory #2703, LLaMA-Factory #10410, LLaMA-Factory #10230, "
     "verl #7198, LLaMA-Factory #10396, EasyR1 PR #48, llm-compressor #1305",

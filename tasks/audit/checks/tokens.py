@@ -179,6 +179,13 @@ def tokenizer_rows(source: Source) -> Iterator[Fault]:
     yield Fault(text, expected, TOKENIZER, sorted(used or beyond), severity=severity)
 
 
+_ABSENT = (
+    "generation runs to its length limit, or batches are refused without padding",
+    "copy tokenizer_config.json from the trained model; set eos_token_id, pad_token_id",
+)
+"""Reason and fix for special tokens that no file names."""
+
+
 @check(
     "TOKEN_UNKNOWN", ERROR, needs=(either,),
     why="loaders add it beyond the embedding or split it into pieces: it is never generated",
@@ -191,9 +198,11 @@ def token_unknown(source: Source) -> Iterator[Fault]:
     has_role = any(content(each.get(role)) for each in (settings, mapped) for role in _ROLES)
     # Old tokenizers get theirs from their class, and no file names any: nothing was dropped.
     if not has_role and (_MAP in source.folder.files or "eos_token" in settings):
-        yield Fault("no eos, bos or pad token", "at least eos_token", SETTINGS, (), WARNING)
+        yield Fault(
+            "no eos, bos or pad token", "at least eos_token", SETTINGS, (), WARNING, *_ABSENT
+        )
     if source.kind is Kind.REWARD and not token_ids(of_text(source.config(), "pad_token_id")):
-        yield Fault("no pad_token_id", "the tokenizer's", CONFIG, (), WARNING)
+        yield Fault("no pad_token_id", "the tokenizer's", CONFIG, (), WARNING, *_ABSENT)
     tokens, rows = source.once(tokens_of), _rows(source)[1] if source.is_model else 0
     for role in _ROLES:
         token = content(source.config(SETTINGS).get(role))

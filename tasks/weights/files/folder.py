@@ -136,6 +136,8 @@ def model_files(folder: Path) -> tuple[dict[str, Path], Tensors]:
             f"weights only as pickles ({pickles[0].name}), which can run code when loaded; "
             "save them as safetensors: save_pretrained of transformers 5 does"
         )
+    elif strays := weight_files(folder, "*.safetensors"):
+        problems.append(f"{strays[0].name} is not {SINGLE}, and there is no {index_of(SINGLE)}")
     else:
         problems.append(f"no weights: neither {SINGLE} nor {index_of(SINGLE)}")
     if problems:

@@ -123,8 +123,9 @@ def library() -> Library | None:
 
 def _compiled(command: list[str]) -> Path:
     """Return the shared library of `fold.c` for this CPU, from the cache or compiled."""
-    source, lines = Path(__file__).with_name("fold.c"), Path("/proc/cpuinfo").read_text()
-    cpu = next((x for x in lines.splitlines() if x.startswith(("flags", "Features"))), "")
+    source, info = Path(__file__).with_name("fold.c"), Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else ()
+    cpu = next((x for x in lines if x.startswith(("flags", "Features"))), "")
     about = repr((command, platform.machine(), cpu)).encode()
     folder = PROJECT / ".cache" / "native"
     if not (PROJECT / "pyproject.toml").exists() or not os.access(PROJECT, os.W_OK):

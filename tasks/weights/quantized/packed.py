@@ -69,10 +69,9 @@ _FP8_SCALES = "_scale_inv", "_scale"
 _ACTIVATIONS = (
     ".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
 )  # fmt: skip
-
-
-_CONV1D = ("c_attn", "q_attn", "c_proj", "c_fc")
-"""GPT-2's linear layers, stored as (in, out); transformers packs their transpose."""
+_GPT2 = ("c_attn", "q_attn", "c_proj", "c_fc")
+_CONV1D = {"gpt2": _GPT2, "openai-gpt": _GPT2, "imagegpt": _GPT2, "decision_transformer": _GPT2}
+"""Linear layers by family that are stored as (in, out); transformers packs their transpose."""
 
 
 class Decoded(NamedTuple):
@@ -111,7 +110,8 @@ def read_states(tensors: Tensors, config: Mapping[str, Any]) -> Decoded:
         if side := _SIDE.fullmatch(key):
             owners.setdefault(side[1], []).append(side[2])
     for key, sides in owners.items():
-        is_turned = config.get("model_type") == "gpt2" and bool(set(key.split(".")) & {*_CONV1D})
+        layers = _CONV1D.get(str(config.get("model_type")), ())
+        is_turned = not {*layers}.isdisjoint(key.split("."))
         try:
             packing = {**_packing_4(tensors, key, sides), "turned": is_turned}
             decoded.add(tensors, key, packing, sides)
@@ -145,7 +145,7 @@ def _packing_4(tensors: Tensors, key: str, sides: Sequence[str]) -> dict[str, An
     is_shape = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
     offset = nested and nested["offset"]
     is_good = {
-        "quant_type": kind in LEVELS and states[0] == f"{STATE}bitsandbytes__{kind}",
+        "quant_type": states[0] == f"{STATE}bitsandbytes__{kind}" and kind in LEVELS,
         "blocksize": _is_size(blocksize),
         "dtype": state.get("dtype") in [*DTYPE_NAMES],
         "shape": is_shape and bool(shape),

@@ -68,16 +68,16 @@ def _asked(folder: Path, stamps: tuple[int, ...], pipeline: str) -> str:
     from tasks.core.errors import ArtifactError  # the child, an isolated program, has no `tasks`
 
     environment = {name: os.environ[name] for name in _ONLY if name in os.environ}
-    command, lines = [sys.executable, "-I", __file__, str(folder)], [""]
+    command, reason = [sys.executable, "-I", __file__, str(folder)], f"no answer within {_WAIT_S} s"
     try:
         done = subprocess.run(
             command, input=pipeline.encode(), capture_output=True, timeout=_WAIT_S, check=False,
             env={**environment, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or lines
+        printed = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = printed[-1] if printed else f"exit {done.returncode}"
         return str(json.loads(done.stdout.splitlines()[-1])["differs"])
     except (subprocess.TimeoutExpired, ValueError, LookupError) as error:
-        reason = lines[-1] or repr(error)
         text = f"{folder}: its token ids could not be compared: {reason}"
         raise ArtifactError(text) from error
 

@@ -204,6 +204,10 @@ BROKEN_TUNED: dict[str, Broken] = {
     "indices of other rows": Broken(
         "ADAPTER_NO_MERGE", "token-rows",
         by.edited(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]})),
+    "a pattern of no module": Broken(
+        "ADAPTER_CONFIG", "lora", by.edited(_CONFIG, alpha_pattern={"query_key_value": 4})),
+    "rows that were never saved": Broken(
+        "ADAPTER_SAVED", "lora", by.edited(_CONFIG, trainable_token_indices=[1, 2])),
     "PiSSA": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, init_lora_weights="pissa")),
     "no base named": Broken(
         "WRONG_BASE", "lora", by.edited(_CONFIG, base_model_name_or_path=None), base=""),
@@ -251,6 +255,13 @@ BROKEN_TUNED: dict[str, Broken] = {
         "CONFIG_CHANGED", "merged", by.edited(use_sliding_window=True, sliding_window=16)),
     "rope_theta where transformers 4 does not look": Broken(
         "TRANSFORMERS_4", "qwen2", by.edited(rope_parameters=_ROPE)),
+    "scaling where transformers 4 does not look": Broken(
+        "TRANSFORMERS_4", "qwen2", by.edited(
+            rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0})),
+    "a tokenizer class of transformers 5": Broken(
+        "TRANSFORMERS_4", "qwen2", by.edited("tokenizer_config.json", tokenizer_class="TokenizersBackend")),
+    "special tokens as a list": Broken(
+        "TRANSFORMERS_4", "qwen2", by.edited("tokenizer_config.json", extra_special_tokens=["<a>"])),
     "no processor": Broken("FILE_MISSING", "gemma3", by.removed("preprocessor_config.json")),
     "a text model's adapter": Broken(
         "VLLM_LORA", "gemma3-lora", by.renamed(_text_names, ADAPTER)),

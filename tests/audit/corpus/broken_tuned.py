@@ -15,6 +15,7 @@ from tests.audit.corpus import breaking as by
 from tests.audit.corpus.breaking import ADAPTER, MODEL, Tensors
 
 _CONFIG = "adapter_config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 
 def _no_tensors(folder: Path, _: Corpus) -> None:
@@ -259,9 +260,9 @@ BROKEN_TUNED: dict[str, Broken] = {
         "TRANSFORMERS_4", "qwen2", by.edited(
             rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0})),
     "a tokenizer class of transformers 5": Broken(
-        "TRANSFORMERS_4", "qwen2", by.edited("tokenizer_config.json", tokenizer_class="TokenizersBackend")),
+        "TRANSFORMERS_4", "qwen2", by.edited(_TOKENIZER, tokenizer_class="TokenizersBackend")),
     "special tokens as a list": Broken(
-        "TRANSFORMERS_4", "qwen2", by.edited("tokenizer_config.json", extra_special_tokens=["<a>"])),
+        "TRANSFORMERS_4", "qwen2", by.edited(_TOKENIZER, extra_special_tokens=["<a>"])),
     "no processor": Broken("FILE_MISSING", "gemma3", by.removed("preprocessor_config.json")),
     "a text model's adapter": Broken(
         "VLLM_LORA", "gemma3-lora", by.renamed(_text_names, ADAPTER)),

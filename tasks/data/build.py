@@ -29,7 +29,7 @@ from tasks.data.readers import ALL_EXHAUSTED, Row, Source, mix, wrong_probabilit
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 TRAIN, HELD_OUT = "train", "heldout"
-COUNTS = ("read", "kept", "refused", "overlapping")
+COUNTS = ("read", "kept", "refused", "overlapping")  # `train` cuts long rows: it has the tokenizer
 SHOWN = 20
 """Bad rows that an error or the log names."""
 MOST_COLUMNS_NOTED = 50
@@ -53,10 +53,7 @@ class Options:
 
 @dataclass
 class Split:
-    """One output file, and the counts of its rows.
-
-    The stage `train` cuts long rows later; it has the tokenizer.
-    """
+    """One output file, and the counts of its rows."""
 
     file: IO[str]
     counts: Counter[str] = field(default_factory=Counter)
@@ -68,7 +65,8 @@ class Split:
 
         The file is ASCII, so a Unicode line separator in a text cannot start a new line.
         """
-        identity = content_id(payload)
+        own = {k: v for k, v in payload.items() if k != "messages" or "chosen" not in payload}
+        identity = content_id(own)
         repeat = self.seen[identity]
         self.seen[identity] += 1
         self.sides.add(side)
@@ -92,7 +90,7 @@ class Reading:
 
     def payload(self, row: Row, split: Split) -> Payload | None:
         """Return a row of the artifact; None for a row that cannot be used, counted once."""
-        self.counts.update(rows=1, repeated=row.again)
+        self.counts.update(rows=1, repeated=int(row.again))
         split.counts["read"] += 1
         try:
             payload, warning = self._checked(row)
@@ -102,7 +100,8 @@ class Reading:
             else:
                 self.counts["refused"] += 1
                 split.counts["refused"] += 1
-                self.bad += [f"{row.place}: {reason}"] if len(self.bad) < SHOWN else []
+                if len(self.bad) < SHOWN:
+                    self.bad.append(f"{row.place}: {reason}")
             return None
         if warning and not row.again:
             self.controlled.append(f"{row.place}: {warning}")

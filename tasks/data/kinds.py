@@ -136,6 +136,9 @@ def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
         require_turns([*prompt, *turns])
         if not turns or {turns[0]["role"], turns[-1]["role"]} != {"assistant"}:
             raise Unusable(f"{name!r} must begin and end with an answer after the prompt")
+        answers = [turn for turn in turns if turn["role"] == "assistant"]
+        if not all(turn.get("tool_calls") or turn["content"].strip() for turn in answers):
+            raise Unusable(f"{name!r} is empty: there is nothing to learn")
     row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     row |= tools_of(values)
     if columns.margin is not None:

@@ -207,10 +207,12 @@ def test_pairs_that_prefer_nothing_are_refused() -> None:
         wrong += refusals(partial(preference, row, Columns(margin="m")), named)
     alone = [user("a"), answer("b")]
     other = [user("c"), answer("b")]
+    turn = "\n\nHuman: a\n\nAssistant: "
     for row, named in (
         ({"rejected": "x"}, "'chosen'"),
         ({}, "'chosen', no 'rejected'"),
         ({"chosen": "x", "rejected": "y"}, "'chosen'"),
+        ({"chosen": turn, "rejected": f"{turn}b"}, "'chosen'"),
         ({"chosen": alone, "rejected": other}, "message 1"),
         ({"chosen": [*alone, *alone], "rejected": [*alone, *other]}, "message 3"),
     ):

@@ -158,9 +158,9 @@ def _tokens(toy: int, usual: int, reason: str, *, share: float = 1.0) -> Callabl
     """Return a rule for a length limited to a share of the model's context."""
 
     def rule(get: Get) -> Default:
-        context = get("model.context")
         if _toy(get):
             return Default(toy, _EMBEDDED)
+        context = get("model.context")
         if context is not None and int(context * share) < usual:
             limit = max(1, int(context * share))
             return Default(limit, f"a model whose context is {context} tokens")
@@ -206,15 +206,15 @@ def _lr(get: Get) -> Default:
     if _toy(get):
         return Default(_TOY_RATES[objective][kind == "none"], _EMBEDDED)
     rate, what = RATES[objective][kind == "none"], f"{_METHODS[kind]} {objective}"
-    parameters, value = get("model.parameters"), rate.value
-    if rate.large is not None and parameters is None:
+    if rate.large is None:
+        return Default(rate.value, f"{what}: {rate.source}")
+    parameters = get("model.parameters")
+    if parameters is None:
         once = f"{rate.value:g} once config.json is at hand and says up to 20B"
-        value, what = rate.large, f"{what} with a model of unknown size, {once}"
-    elif rate.large is not None:
-        is_large = parameters > _LARGE
-        value = rate.large if is_large else rate.value
-        what += f" {'above' if is_large else 'up to'} 20B parameters"
-    return Default(value, f"{what}: {rate.source}")
+        return Default(rate.large, f"{what} with a model of unknown size, {once}: {rate.source}")
+    is_large = parameters > _LARGE
+    what += f" {'above' if is_large else 'up to'} 20B parameters"
+    return Default(rate.large if is_large else rate.value, f"{what}: {rate.source}")
 
 
 def _of_algorithm(option: str) -> Callable[[Get], Default]:

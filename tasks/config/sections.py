@@ -177,7 +177,7 @@ class Data(Section):
     max_truncated: Share = 0.2  # share of training rows that train.max_len may cut; more: an error
     chat_template: str | None = None  # Jinja file; null: the tokenizer's own
     seed: int = 0  # selects the held-out rows; kind toy: all rows
-    tasks: Literal["letters", "calculator"] = "letters"  # kind toy; calculator: sums
+    tasks: Literal["letters", "calculator"] = "letters"  # for rl.environment=calculator: sums
     train_size: Count = 2240  # rows; kind toy: 70 steps of 32
     heldout_size: Count = 300  # rows; kind toy
 
@@ -258,7 +258,7 @@ class Batch(Section):
 class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"  # moments in fp32, or in 8 bits
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"  # or 8-bit moments, arXiv:2110.02861
     lr: Rate = COMPUTED  # peak learning rate; default by objective, adapter and model size
     scheduler: Scheduler = "cosine"  # learning rate after the warm-up
     warmup_ratio: Share = 0.03  # share of the steps
@@ -374,7 +374,7 @@ class Rl(Section):
     kl_limit: Positive | None = None  # KL from the reference that ends training, nats per token
     whiten: bool = COMPUTED  # normalise the advantages of an iteration: mean 0, deviation 1
     entropy_coef: NonNegative = 0.0  # weight of the entropy bonus
-    critic: Literal["shared", "separate"] = "shared"  # ppo; shared: an adapter on the policy
+    critic: Literal["shared", "separate"] = "shared"  # ppo; shared: on the policy's trunk
     critic_lr: Rate | None = None  # null: train.lr
     critic_warmup: Natural = COMPUTED  # iterations in which only the critic learns, unclipped
     value_clip: Positive | None = 0.2  # clip range of the critic's update; null: none
@@ -583,11 +583,14 @@ class DeliverMerge(Merge):
     double_quant: bool = True  # base=dequantized: block scales in 8 bits, likewise
 
 
+DeliverEngine = Literal["vllm", "server", "transformers", "none"]
+
+
 @dataclass(frozen=True)
 class DeliverSmoke(Served):
     """The test of the served model."""
 
-    engine: Literal["vllm", "server", "transformers", "none"] = "vllm"  # none: no test, no Prefect
+    engine: DeliverEngine = "vllm"  # server: `vllm serve`, over HTTP; none: no test, no Prefect
     probes: Count = 32  # texts that the fingerprints are taken on
     texts: str | None = None  # file, one text per line; null: built-in ones
     profile: Profile = "standard"  # drift limits

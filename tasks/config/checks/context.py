@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Context:
         """True if the objective learns from its own responses."""
         return self.objective in ONLINE
 
-    @property
+    @cached_property
     def gpu(self) -> bool:
         """True if ranks train on GPUs."""
         return machine.has_gpu(self.settings["train"]["device"])

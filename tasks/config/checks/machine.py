@@ -27,7 +27,7 @@ def problems(context: Context) -> Iterator[Finding]:
     yield from _dtypes(model["dtype"], settings["convert"]["dtype"], settings["zero"]["stage"])
     yield from smoke_engine(smoke["engine"], is_reward=context.objective == "reward")
     if smoke["engine"] != "transformers":
-        gpus, key = host.gpu_count(), "smoke.tensor_parallel"
+        gpus, key = host.gpu_count() if host.has_gpu() else 0, "smoke.tensor_parallel"
         yield from shareable(key, smoke["tensor_parallel"], context.known.text, gpus=gpus)
     # Trained, merged and served weights have 2 bytes per parameter, and a third more. A checkpoint
     # of full fine-tuning has the weights in 16 bits, in fp32, and two moments; the best and the

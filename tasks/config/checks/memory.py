@@ -330,24 +330,28 @@ def problems(context: Context) -> Iterator[Finding]:
     """Yield what does not fit into the memory of this machine."""
     settings, config = context.settings, context.known.config
     rank = memory_of(settings, rewarded=context.rewarded)
-    if rank is None:
-        return  # the plan says why
     train, rollout = settings["train"], settings["rollout"]
     gpu, count = machine.gpu_memory(train["device"]), train["nproc"]
     free, less = machine.available_memory(), " or ".join(smaller(training_settings(settings)))
+    if rank is None:  # the dimensions are not known, the size may be
+        needed = count * 2 * (context.known.parameters or 0)
+        if gpu is None and free < needed:
+            allowed = f"needs about {needed / GIB:.1f} GiB"
+            yield Finding("memory", f"{free / GIB:.1f} GiB available", allowed, less)
+        return
     least, total, host = (size + LIBRARIES for size in (rank.least, rank.total, rank.host))
     own = [("memory", free, count * least, count * total, less)]
     if gpu is not None:
         own = [("GPU memory", gpu, least, total, less)]
-        less = "zero.offload_optimizer=none or rollout.offload_trainer=false"
-        own.append(("memory", free, count * host, count * host, less))
-    for what, available, needed, longest, less in own:
+        override = "zero.offload_optimizer=none or rollout.offload_trainer=false"
+        own.append(("memory", free, count * host, count * host, override))
+    for what, available, needed, longest, override in own:
         value = f"{available / GIB:.1f} GiB available"
         if available < needed:
-            yield Finding(what, value, f"needs about {needed / GIB:.1f} GiB", less)
+            yield Finding(what, value, f"needs about {needed / GIB:.1f} GiB", override)
         elif available < longest:  # only if every sample is as long as allowed
             allowed = f"up to {longest / GIB:.1f} GiB with the longest samples"
-            yield Finding(what, value, allowed, less, "warning")
+            yield Finding(what, value, allowed, override, "warning")
     if context.online and not rollout["urls"]:
         engine = rollout_memory(config, rollout, settings["model"]["dtype"], gpu_bytes=gpu)
         override = f"rollout.kv_cache_gib={-(-engine.longest // GIB)}"

@@ -30,12 +30,9 @@ from tasks.weights.files.folder import CONFIG, foreign_entries, model_files
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora_config import ALL_LINEAR
 from tasks.weights.quantized.config_fields import stored
-from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
+from tasks.weights.quantized.nf4 import BLOCKSIZE, LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
+from tasks.weights.quantized.packed import CONV1D
 
-BLOCK = 64
-"""Weights that share a scale in bitsandbytes' 4-bit formats."""
-_CONV1D = ("gpt2", "openai-gpt")
-"""Families whose layers are transformers' Conv1D."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _ANOTHER = "model.path=<folder or hub id>"
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -225,16 +222,17 @@ def _adapter(context: Context) -> Iterator[Finding]:
         # Each portion of logits would gather the head.
         allowed = "ZeRO-3 divides embeddings and head, which these adapters read whole"
         yield Finding(key, value, allowed, "zero=zero2")
-    if peft["use_dora"] and known.config.get("model_type") in _CONV1D:
+    if peft["use_dora"] and known.config.get("model_type") in CONV1D:
         value = f"true on {known.config['model_type']}"
         yield Finding("peft.use_dora", value, "DoRA is merged on linear layers only, not Conv1D",
                       "peft.use_dora=false")  # fmt: skip
     widths = ("hidden_size", "intermediate_size", "moe_intermediate_size")
-    odd = [f"{name}={known.text[name]}" for name in widths if (known.text.get(name) or 0) % BLOCK]
+    sizes = {name: known.text.get(name) or 0 for name in widths}
+    odd = [f"{name}={size}" for name, size in sizes.items() if size % BLOCKSIZE]
     if odd and peft["kind"] == "qlora" and not context.gpu:
         # The AVX-512 kernel of bitsandbytes 0.50.2 takes wrong scales there, so that training would
         # use other weights than the base and the served model.
-        allowed = f"on a CPU bitsandbytes needs multiples of {BLOCK}: other rows get wrong scales"
+        allowed = f"bitsandbytes on a CPU needs multiples of {BLOCKSIZE}: others get wrong scales"
         yield Finding("peft.kind", f"qlora, and {', '.join(odd)}", allowed, "peft=lora")
     if peft["kind"] == "qlora":
         yield from merged(Path(settings["model"]["path"] or "").expanduser())

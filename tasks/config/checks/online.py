@@ -23,8 +23,10 @@ from tasks.rl.user_code import ENVIRONMENT, REWARD, FunctionReference
 from tasks.training.model.families import experts_of
 
 SOURCES = ("model", "function", "url")
-_SERVER = re.compile(r"https?://[^/@?#]+/?")
-_LOOPBACK = re.compile(r"https?://(localhost|127\.|\[::1\])")
+_HOST = r"(\[[\da-f:.]+\]|[^][/@?#:]+)(:[1-9]\d{0,4})?"
+_SERVER = re.compile(rf"https?://{_HOST}/?", re.I)
+_ENDPOINT = re.compile(rf"https?://([^/@?#]*@)?{_HOST}([/?#].*)?", re.I)
+_LOOPBACK = re.compile(r"https?://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?/?", re.I)
 
 
 def problems(context: Context) -> Iterator[Finding]:
@@ -38,7 +40,7 @@ def problems(context: Context) -> Iterator[Finding]:
         yield Finding("reward", "no source", "responses need a reward", override)
     yield from function(reward["function"], REWARD)
     yield from function(rl["environment"], ENVIRONMENT)
-    if reward["url"] and not re.match(r"https?://[^/]", reward["url"]):
+    if reward["url"] and not _ENDPOINT.fullmatch(reward["url"]):
         example = "reward.url=http://<host>:<port>/<path>"
         yield Finding("reward.url", redact(reward["url"]), "http or https, and a host", example)
     yield from algorithms.findings(context.objective, read_section(Loop, rl, "rl"))
@@ -181,7 +183,7 @@ def _addresses(rollout: Mapping[str, Any]) -> Iterator[Finding]:
             override = "rollout.urls=[http://<host>:8000]"
             override += ", and export PLUMBLINE_API_KEY=<key>" if "@" in url else ""
             yield Finding("rollout.urls", redact(url), allowed, override)
-    folder, away = rollout["sync_dir"], not all(map(_LOOPBACK.match, rollout["urls"]))
+    folder, away = rollout["sync_dir"], not all(map(_LOOPBACK.fullmatch, rollout["urls"]))
     if (away and not folder) or not Path(folder or "/").expanduser().is_absolute():
         allowed = "servers on other machines read new weights from a folder that all can see"
         override = "rollout.sync_dir=/<folder that all machines mount>"

@@ -20,6 +20,7 @@ from tasks.quantize import CONVERTED
 from tasks.release.gate import EXAMPLES, LM_EVAL, NUMBERS, names_for, parse, run_kinds
 from tasks.rl.user_code import EVAL
 from tasks.serving.llama_cpp import CONVERTER, QUANTIZER, SERVER, find_programs
+from tasks.weights.quantized.packed import CONV1D
 from tasks.weights.quantized.quantize import GGUF
 
 GGUF_READ = (
@@ -71,7 +72,7 @@ def quantizing(
     for wrong, allowed, instead in (
         (is_reward, "a reward model is served in 16 bits", override),
         (experts, "experts are not quantised, only plain linear layers", override),
-        (family in ("gpt2", "openai-gpt"), f"{family} has convolutions as layers", override),
+        (family in CONV1D, f"{family} has convolutions as layers", override),
         (engine == "none", "a quantised model is measured first", "smoke.engine=vllm"),
         (missing, f"needs llama.cpp: {', '.join(missing)}", "convert.llama_cpp=<its folder>"),
         (not readable, f"transformers reads GGUF of {', '.join(GGUF_READ)}", override),

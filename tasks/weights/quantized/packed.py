@@ -70,7 +70,7 @@ _ACTIVATIONS = (
     ".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
 )  # fmt: skip
 _GPT2 = ("c_attn", "q_attn", "c_proj", "c_fc")
-_CONV1D = {"gpt2": _GPT2, "openai-gpt": _GPT2, "imagegpt": _GPT2, "decision_transformer": _GPT2}
+CONV1D = {"gpt2": _GPT2, "openai-gpt": _GPT2, "imagegpt": _GPT2, "decision_transformer": _GPT2}
 """Linear layers by family that are stored as (in, out); transformers packs their transpose."""
 
 
@@ -110,7 +110,7 @@ def read_states(tensors: Tensors, config: Mapping[str, Any]) -> Decoded:
         if side := _SIDE.fullmatch(key):
             owners.setdefault(side[1], []).append(side[2])
     for key, sides in owners.items():
-        layers = _CONV1D.get(str(config.get("model_type")), ())
+        layers = CONV1D.get(str(config.get("model_type")), ())
         is_turned = not {*layers}.isdisjoint(key.split("."))
         try:
             packing = {**_packing_4(tensors, key, sides), "turned": is_turned}

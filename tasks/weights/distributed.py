@@ -64,6 +64,7 @@ def read_distributed(folder: Path) -> DistributedCheckpoint:
             findings.append(error.message)
         except ValueError as error:
             findings.append(f"{name}: {error}")
+    findings = list(dict.fromkeys(findings))  # a lost file has one line, not one for each tensor
     if findings:
         raise ArtifactError(
             f"{root}: not a complete checkpoint: {first_and_more(findings)}",

@@ -29,7 +29,7 @@ from tasks.weights.lora_config import AdapterConfig, parse_config
 from tasks.weights.model import Model, model_facts
 from tasks.weights.pairing import INPUT, Pairing, pair_by_names
 from tasks.weights.pickled.torch_file import read_state
-from tasks.weights.plan import LowRank, Term
+from tasks.weights.plan import LowRank, Rows, Term
 
 CONFIG = "adapter_config.json"
 PICKLED = f"{ADAPTER}.bin"
@@ -114,9 +114,14 @@ def changes(adapter: Adapter, model: Model) -> Changes:
             if piece.term is None:
                 continue
             terms = total.terms.setdefault(name, [])
-            if terms and not all(isinstance(each, LowRank) for each in (*terms, piece.term)):
-                total.findings.append(f"{name}: rows of a tied tensor are trained twice")
-            terms.append(piece.term)
+            both = [*terms, piece.term]
+            rows = sum(isinstance(each, Rows) for each in both)
+            dora = any(isinstance(each, LowRank) and each.magnitude for each in both)
+            if rows > 1 or (rows and dora):
+                text = "rows of a tied tensor are trained twice, or with DoRA"
+                total.findings.append(f"{name}: {text}: merge it with peft's merge_and_unload")
+            # peft adds LoRA to the rows that were trained.
+            terms.insert(0 if isinstance(piece.term, Rows) else len(terms), piece.term)
     return total
 
 

@@ -178,9 +178,7 @@ class Pairing:
         model, suffixes = self.model, self.config.modules_to_save
         inside = tuple(f"{name}." for name in model.modules if name.endswith(suffixes))
         names = [name for name in model.parameters if name.startswith(inside)]
-        if (
-            self.config.ensure_weight_tying
-        ):  # peft then stores the same tensor under each of its names
+        if self.config.ensure_weight_tying:  # peft stores the tensor under each of its names
             names = [name for name in names if model.ties.get(name) not in names]
         for name in names:
             self._take_full(name, PEFT_PREFIX + name, alone=True)

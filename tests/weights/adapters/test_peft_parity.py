@@ -137,6 +137,7 @@ TIED: dict[str, dict[str, Any]] = {
     "head": {"target_modules": ["lm_head"]},
     "both": {"target_modules": ["embed_tokens", "lm_head"]},
     "both, tied": {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    "rows and the head": {"target_modules": ["lm_head"], "trainable_token_indices": [4, 5]},
     "other rows": {
         "target_modules": QV,
         "trainable_token_indices": {"embed_tokens": [4, 5], "lm_head": [6]},

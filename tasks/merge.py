@@ -20,7 +20,6 @@ from tasks.evaluation.measuring import Measuring, stage_report
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.heads import read_folder
 from tasks.weights.lora import read_adapter
 from tasks.weights.pairing import INPUT
 from tasks.weights.perform import Perform, perform
@@ -48,7 +47,7 @@ def merge(
     work = planned()
     plan, choice, sources = work.plan, work.choice, dict(work.sources)
     if work.gather is not None:
-        sources[INPUT] = read_adapter(adapter, beside=read_folder(adapter).beside).tensors
+        sources[INPUT] = read_adapter(adapter).tensors
     write_weights_files(out, work, base)
     folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors change", folded, len(plan.ops))

@@ -17,7 +17,7 @@ from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
-from tasks.weights.files.folder import copy_side_file, model_files
+from tasks.weights.files.folder import CONFIG, copy_side_file, model_files
 from tasks.weights.lora import Changes
 from tasks.weights.merge import BASE, plan_merge
 from tasks.weights.model import model_facts
@@ -28,7 +28,6 @@ from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.source import read_base
 from tasks.weights.write import write
 
-CONFIG = "config.json"
 _SHARD_BYTES = 5 * 10**9
 
 

@@ -132,11 +132,8 @@ def _launch(
         sweep(job.checkpoints)
         if (failure := events.failure) is not None:
             kind: type[PlumblineError] = getattr(errors, failure["error"], TrainingError)
-            message, more = (
-                f"train: {failure['message']}",
-                {k: failure[k] for k in ("details", "hint")},
-            )
-            raise kind(message, **more) from error
+            details, hint = failure["details"], failure["hint"]
+            raise kind(f"train: {failure['message']}", details=details, hint=hint) from error
         if line := next((line for line in error.details if WATCHDOG in line), ""):
             raise waited("train: a rank", line, job) from error
         if "SIGKILL" in "\n".join(error.details):

@@ -203,7 +203,7 @@ def _prepare(composed: Composed) -> Delivery:
         work,
         attention,
         report,
-        (*warnings, *choice.warnings),
+        (*warnings, *work.choice.warnings),
     )
 
 

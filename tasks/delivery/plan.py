@@ -73,9 +73,8 @@ class Request:
     tokens: Tokens
     dtype: str  # torch name of the output's dtype
     max_shard_bytes: int  # limit of tensor data in one output file
-    choice: BaseChoice = field(
-        default_factory=BaseChoice
-    )  # the base that an adapter is merged into
+    # the base that an adapter is merged into
+    choice: BaseChoice = field(default_factory=BaseChoice)
     # path of adapter_config.json, for an adapter in shards or in a DeepSpeed checkpoint
     adapter_config: Path | None = None
     perform: Perform = perform  # sends requests about model classes to the process that has torch

@@ -78,7 +78,7 @@ class Measuring:
         if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
             new = replace(new, formats=reference.formats)  # a server of `out` is judged by it
             new.save(out / path.name)
-        drift, (check, *shares) = self._judge(new, out, model.dtype)
+        drift, (check, *shares) = self._judge(reference, new, out, model.dtype)
         if isinstance(new, Fingerprint):
             check = located(check, self.before, model, reference.probes, self.explain)
         return drift, (check, *shares)
@@ -87,11 +87,13 @@ class Measuring:
         """Copy the fingerprint of `earlier`, which has the same bytes, instead of taking it."""
         known = print_in(earlier)
         shutil.copyfile(known, out / known.name)
-        return self._judge(load_print(known), out, dtype)
+        return self._judge(load_print(print_in(self.reference)), load_print(known), out, dtype)
 
-    def _judge(self, new: Print, out: Path, dtype: str) -> tuple[Moved, tuple[Check, ...]]:
-        path, limit = print_in(self.reference), self.limit
-        base, reference = path.with_name(BASE), load_print(path)
+    def _judge(
+        self, reference: Print, new: Print, out: Path, dtype: str
+    ) -> tuple[Moved, tuple[Check, ...]]:
+        limit, path = self.limit, print_in(self.reference)
+        base = path.with_name(BASE)
         if base.is_file():  # `verify` tells a light adapter from its base by it
             shutil.copyfile(base, out / BASE)
         if isinstance(new, Fingerprint):

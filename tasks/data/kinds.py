@@ -45,6 +45,8 @@ from tasks.data.messages import (
 Payload = dict[str, Any]
 _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 """Labels, in lower case."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of media, for which the texts have a placeholder that no text model knows."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,17 @@ class Kind:
 
     name: str  # name in `dataset.json`
     # turns a row of the user into a row of the artifact, without its id
-    read: Callable[[Mapping[str, Any], Columns], Payload]
+    convert: Callable[[Mapping[str, Any], Columns], Payload]
     # sets of columns by role; a row needs all columns of one set
     either: tuple[tuple[str, ...], ...]
     objectives: tuple[str, ...]  # objectives that train on such rows
+
+    def read(self, values: Mapping[str, Any], columns: Columns) -> Payload:
+        """Return a row of the artifact. Raises Unusable for one that training cannot use whole."""
+        for key in MEDIA:
+            if values.get(key):
+                raise Unusable(f"{key!r} is not empty: only text is trained")
+        return self.convert(values, columns)
 
     def fit(self, names: Collection[str], columns: Columns) -> bool:
         """Return True if a row with columns `names` has all columns of one set."""

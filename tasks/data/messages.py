@@ -37,6 +37,9 @@ _OF_ROLE = {
     "tool": ("name", "tool_call_id"),
 }
 """Keys of a message beside role and content."""
+_VALUES = ("const", "default")
+"""Keys of a schema with a value, which may be null."""
+_FILLED = ", which tables write for keys that other rows have: store JSON text, without such keys"
 _NOTHING: tuple[Any, ...] = (None, "", [])
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -95,11 +98,8 @@ def tools_of(values: Mapping[str, Any]) -> dict[str, Any]:
 def _tool(raw: object, what: str) -> dict[str, Any]:
     """Return a schema in OpenAI's form, its keys in the order in which servers pass them on."""
     function = _function(raw, what)
-    if null := _null(function.get("parameters")):
-        raise Unusable(
-            f"{what} has null for {null!r}, which tables write for keys that other rows have: "
-            "store the tools as JSON text"
-        )
+    if null := _null(function):
+        raise Unusable(f"{what} has null for {null!r}{_FILLED}")
     first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
     return {"type": "function", "function": {**first, **function}}
 
@@ -111,12 +111,12 @@ def _function(raw: object, what: str) -> Mapping[str, Any]:
     return function
 
 
-def _null(schema: object) -> str:
-    """Return the first key of a schema whose value is null and may not be; "" if there is none."""
-    for key, value in schema.items() if isinstance(schema, Mapping) else ():
-        if value is None and key not in ("default", "const"):
-            return str(key)
-        if null := _null(value):
+def _null(value: object, free: Collection[str] = _VALUES) -> str:
+    """Return the first key with null at any depth, "" if none; keys in `free` may have anything."""
+    if isinstance(value, list):
+        return next(filter(None, (_null(item, free) for item in value)), "")
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        if key not in free and (null := str(key) if item is None else _null(item, free)):
             return null
     return ""
 
@@ -257,9 +257,7 @@ def _message(entry: object, number: int) -> Message:
     message: Message = {"role": role}
     raw = entry.get(names[1])
     if names[0] == "from" and speaker.lower() in CALLS:
-        what = f"the call of message {number}"
-        calls = _from_json(sound(raw, what), what)
-        return {"role": role, "content": "", "tool_calls": _calls(calls, number)}
+        return {"role": role, "content": "", "tool_calls": _calls(raw, number)}
     calls = entry.get("tool_calls") or entry.get("function_call")
     if raw is None and not calls:
         raise Unusable(f"message {number} has no {names[1]!r}")
@@ -289,23 +287,30 @@ def _content(raw: object, number: int) -> str:
 
 def _calls(raw: object, number: int) -> list[dict[str, Any]]:
     """Return calls of tools in OpenAI's form, except that arguments are objects, not JSON text."""
-    listed = [raw] if isinstance(raw, Mapping) else raw
-    if not isinstance(listed, list):
-        raise Unusable(f"message {number}: calls of tools must be a list, found {kind_of(raw)}")
+    text = isinstance(raw, str)
+    calls = _from_json(raw, f"the calls of message {number}") if isinstance(raw, str) else raw
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if not isinstance(calls, list):
+        raise Unusable(f"message {number}: calls of tools must be a list, found {kind_of(calls)}")
     return [
-        _call(call, f"call {place} of message {number}") for place, call in enumerate(listed, 1)
+        _call(call, f"call {place} of message {number}", text)
+        for place, call in enumerate(calls, 1)
     ]
 
 
-def _call(raw: object, what: str) -> dict[str, Any]:
+def _call(raw: object, what: str, text: bool) -> dict[str, Any]:
+    """Return a call; in its arguments null is a value only where JSON `text` has it."""
     function = _function(raw, what)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = _from_json(arguments, f"'arguments' in {what}")
+        text, arguments = True, _from_json(arguments, f"'arguments' in {what}")
         if isinstance(arguments, str):
             raise Unusable(f"'arguments' in {what} are JSON text in JSON text: encoded twice")
     if not isinstance(arguments, Mapping):
         raise Unusable(f"'arguments' in {what} must be an object, found {kind_of(arguments)}")
+    if not text and (null := _null(arguments, ())):
+        raise Unusable(f"'arguments' in {what} have null for {null!r}{_FILLED}")
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     identity = raw.get("id") if isinstance(raw, Mapping) else None
     return {"id": sound(identity, f"id of {what}"), **call} if identity else call

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.data.kinds import CONVERSATIONS, PROMPTS, content_id
+from tasks.data.kinds import CONVERSATIONS, LABELLED, PAIRS, PROMPTS, TEXTS, Kind, content_id
 from tasks.data.messages import Columns, Unusable
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -83,8 +83,35 @@ def test_rows_that_differ_in_tools_alone_are_no_duplicates() -> None:
     assert len({content_id(row) for row in rows}) == 3
 
 
+def test_pairs_and_labelled_answers_keep_their_tools() -> None:
+    row = {"prompt": READ[:3], "chosen": [ANSWER], "rejected": "No.", "tools": [WEATHER]}
+    assert PAIRS.read(row, Columns())["tools"] == [TOOL]
+    row = {"messages": READ, "label": True, "tools": [WEATHER]}
+    assert LABELLED.read(row, Columns())["tools"] == [TOOL]
+
+
+@pytest.mark.parametrize(
+    "form", [json.dumps, lambda call: {**call, "arguments": json.dumps({"city": None})}]
+)
+def test_a_null_that_was_written_as_text_is_an_argument(form: Any) -> None:
+    """Tables fill objects up with nulls, and no text."""
+    call = form({"name": "weather", "arguments": {"city": None}})
+    row = CONVERSATIONS.read({"messages": calling(tool_calls=call)}, Columns())
+    (read,) = row["messages"][1]["tool_calls"]
+    assert read["function"]["arguments"] == {"city": None}
+
+
+def test_nulls_that_are_values_of_a_schema_are_kept() -> None:
+    unit = {"enum": ["C", None], "default": None}
+    tool = {**WEATHER, "parameters": {"type": "object", "properties": {"unit": unit}}}
+    row = CONVERSATIONS.read({"messages": READ, "tools": [tool]}, Columns())
+    assert row["tools"][0]["function"] == tool
+
+
 TWICE = {"name": "weather", "arguments": json.dumps('{"city": "Oslo"}')}
 NULLS = {**WEATHER, "parameters": {"type": "object", "properties": {"city": None}}}
+ANY = {"anyOf": [{"type": "string", "enum": None}]}
+FILLED = {"name": "weather", "arguments": {"city": "Oslo", "when": {"day": None}}}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +124,9 @@ NULLS = {**WEATHER, "parameters": {"type": "object", "properties": {"city": None
         ),
         ({"messages": calling(tool_calls=[{"arguments": {}}])}, "call 1 of message 2"),
         ({"messages": READ, "tools": [TOOL, NULLS]}, "tool 2 of 'tools' has null for 'city'"),
+        ({"messages": READ, "tools": [{**WEATHER, "strict": None}]}, "tool 1 .* 'strict'"),
+        ({"messages": READ, "tools": [{**WEATHER, "parameters": ANY}]}, "tool 1 .* 'enum'"),
+        ({"messages": calling(tool_calls=[FILLED])}, "call 1 of message 2 have null for 'day'"),
         ({"messages": READ, "tools": "[{"}, "'tools'"),
         ({"messages": [{**ASKED, "weight": 0}, ANSWER]}, "message 1 has 'weight'"),
         ({"messages": [READ[0], READ[1], READ[3]]}, "message 3 .* 'tool'"),
@@ -110,3 +140,24 @@ NULLS = {**WEATHER, "parameters": {"type": "object", "properties": {"city": None
 def test_what_a_model_would_learn_wrongly_is_refused(row: dict[str, Any], place: str) -> None:
     with pytest.raises(Unusable, match=place):
         CONVERSATIONS.read(row, Columns())
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        (CONVERSATIONS, {"messages": [ASKED, ANSWER]}),
+        (PAIRS, {"prompt": "<image>Which?", "chosen": "This.", "rejected": "That."}),
+        (LABELLED, {"messages": [ASKED, ANSWER], "label": True}),
+        (PROMPTS, {"prompt": "<image>Which?"}),
+        (TEXTS, {"text": "<image>A cat."}),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_rows_with_images_are_refused_and_empty_columns_are_not(
+    kind: Kind, row: dict[str, Any]
+) -> None:
+    columns = Columns(text="text")
+    assert kind.read({**row, "images": [], "video": None, "audio": ""}, columns)
+    for media in ({"images": ["cat.png"]}, {"image": {"bytes": b"x"}}, {"videos": ["a.mp4"]}):
+        with pytest.raises(Unusable, match=repr(*media)):
+            kind.read({**row, **media}, columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 from collections.abc import Callable
@@ -13,11 +14,16 @@ import pytest
 import torch
 
 from tasks.bisect.report import REDO
+from tasks.bisect.run import Options, bisect
+from tasks.evaluation.scoring import ModelRef
 from tests.audit.making import edit_json
-from tests.bisect.planting import FAMILIES, KINDS, examine, make, plant, quantised
+from tests.bisect.planting import FAMILIES, IDS, KINDS, examine, make, plant, quantised
 from tests.commands import command, environment
+from tests.training.conftest import make_tokenizer
 
 Save = Callable[..., Path]
+SERVED = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+"""Heads that vLLM's attention on a CPU takes."""
 
 
 @pytest.fixture
@@ -61,6 +67,30 @@ def test_swapped_matrices_of_an_untrained_model_are_a_fault(save: Save) -> None:
     assert not report.limit
     assert "mixed up" in report.divergences[0].cause
     assert (report.verdict, report.exit_status) == ("differs", 1)
+
+
+@pytest.mark.slow
+def test_a_fault_in_what_vllm_serves_is_found(save: Save, tmp_path: Path) -> None:
+    """vLLM's fused layers are compared under transformers' names."""
+    a, broken = save(make("llama", 1, **SERVED)), make("llama", 1, **SERVED)
+    with torch.no_grad():
+        broken.model.layers[2].self_attn.k_proj.weight.mul_(1.5)
+    served = {"right": a, "wrong": save(broken)}
+    for folder in served.values():
+        make_tokenizer().save_pretrained(folder)
+    reports = {
+        name: bisect(
+            ModelRef(a, dtype="bfloat16"),
+            ModelRef(folder, dtype="bfloat16"),
+            Options(ids=IDS, engine="vllm"),
+            log=logging.getLogger(),
+            log_path=tmp_path / f"{name}.log",
+        )
+        for name, folder in served.items()
+    }
+    assert reports["right"].divergences == []
+    parted = [row.module for row in reports["wrong"].divergences]
+    assert parted == ["model.layers.2.self_attn.k_proj"]
 
 
 @pytest.mark.slow

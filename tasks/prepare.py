@@ -22,7 +22,7 @@ from tasks.config.sections import Data, Model
 from tasks.core.contract import Check
 from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError, DataError
-from tasks.core.hub import hub_config
+from tasks.core.hub import hub_config, hub_errors
 from tasks.data.build import Options, account, build_dataset
 from tasks.data.control import KEEP, Control
 from tasks.data.kinds import CONVERSATIONS, KINDS, PROMPTS, TEXTS, kind_for, names_texts
@@ -234,11 +234,10 @@ def resolve_model(path: str | None, *, revision: str | None = None) -> Path:
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(path, revision=revision, ignore_patterns=_NOT_NEEDED))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except hub_errors() as error:
         raise ConfigError(
             f"model.path={path}: no such folder, and no such model on the hub",
             details=str(error).strip().splitlines()[:3],

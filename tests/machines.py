@@ -115,3 +115,15 @@ def with_hub(
         (cached / "refs" / "main").write_text(snapshot.name)
         (snapshot / "config.json").write_text(json.dumps(config))
     patch.setattr(constants, "HF_HUB_CACHE", str(folder))
+
+
+def with_hub_at(patch: pytest.MonkeyPatch, folder: Path, port: int) -> None:
+    """Send requests to the Hugging Face Hub to a port of this machine; `folder` is the cache."""
+    from huggingface_hub import constants
+
+    with_hub(patch, folder, {})
+    endpoint = f"http://127.0.0.1:{port}"
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    patch.setattr(constants, "ENDPOINT", endpoint)
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)

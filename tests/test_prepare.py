@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from tasks.core.errors import ArtifactError, ConfigError, DataError
 from tasks.delivery.examination import require_sound
 from tasks.pipeline.report import StageReport
 from tasks.prepare import prepare_base, prepare_data, resolve_model, source_identity
-from tests.machines import with_hub
+from tests.machines import with_hub, with_hub_at
 
 LOG = logging.getLogger("tests.prepare")
 
@@ -175,6 +177,19 @@ def test_the_identity_of_a_source_changes_with_its_files(tmp_path: Path, model: 
     assert len(source_identity(kind="hf", path=str(model))) == 5
     assert source_identity(kind="hf", path="org/name") == {}
     assert source_identity(kind="toy") == {}
+
+
+def test_a_connection_that_breaks_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Proxies close connections: the user reads the key to change, not a library's traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with_hub_at(monkeypatch, tmp_path / "hub", server.getsockname()[1])
+        thread = threading.Thread(target=lambda: server.accept()[0].close())
+        thread.start()
+        with pytest.raises(ConfigError, match="model.path=owner/name"):
+            resolve_model("owner/name")
+        thread.join()
 
 
 def test_a_hub_id_is_found_in_the_local_cache_and_examined(

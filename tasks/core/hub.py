@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 CONFIG = "config.json"
 TIMEOUT_S = 5.0
 """Limit of the one request that finds out whether the Hub answers; nothing is tried again."""
@@ -48,7 +46,14 @@ def _download(hub_id: str, revision: str | None, name: str, folder: str) -> tupl
         url = hf_hub_url(hub_id, name, revision=revision)
         get_hf_file_metadata(url, token=get_token(), timeout=TIMEOUT_S)
         return hf_hub_download(hub_id, name, revision=revision, cache_dir=folder), ""
-    except (httpx.HTTPError, OSError, ValueError) as error:
+    except hub_errors() as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         by_hand = f"hf download {hub_id} {name}" + (f" --revision {revision}" if revision else "")
         return "", f"{first} (another model.path or model.revision; hf auth login; or {by_hand})"
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of huggingface_hub's errors: its own, and those of its HTTP library."""
+    from huggingface_hub.utils import httpx  # httpx2 since version 2, which httpx does not name
+
+    return httpx.HTTPError, httpx.InvalidURL, OSError, ValueError

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import DataError
+from tasks.core.hub import hub_errors
 from tasks.core.terminal import typed
 from tasks.data.messages import Columns, kind_of
 from tasks.weights.files.documents import once
@@ -229,7 +230,7 @@ def _hub_rows(name: str, *, split: str) -> Iterator[Row]:
 
     try:
         table = datasets.load_dataset(name, split=split)
-    except (OSError, ValueError) as error:
+    except (*hub_errors(), datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"data.name={name} split={split} cannot be loaded: {str(error).splitlines()[0]}",
             hint="check data.name and data.split, or use a file: data.path=<file>",

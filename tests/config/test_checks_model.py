@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from flows.cli.config import compose_config
 from tasks.config.checks import findings, model
 from tasks.config.checks.context import Known
 from tasks.config.checks.model import head_exists
-from tests.machines import QWEN_7B, with_hub
+from tests.machines import QWEN_7B, with_hub, with_hub_at
 from tests.tiny import tiny
 
 
@@ -74,6 +75,17 @@ def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
         assert composed.settings["train"]["lr"] == rate
     unknown = model.why_unknown({"path": "owner/absent", "revision": None})
     assert "hf download owner/absent config.json" in str(unknown)
+
+
+def test_without_a_network_a_model_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recipes are planned on machines that cannot reach the Hub."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with_hub_at(monkeypatch, tmp_path, port)
+    assert look("owner/unreachable") == (Known(), [])
+    assert "refused" in model.why_unknown({"path": "owner/unreachable", "revision": None})
 
 
 def test_a_family_that_cannot_be_packed_is_refused(folder: Path) -> None:

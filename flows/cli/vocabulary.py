@@ -94,8 +94,6 @@ class Vocabulary:
         optional = ", or null" if len(options) < len(_options(self.type_at(key))) else ""
         if words := self.words(key):
             return f"one of {', '.join(words)}{optional}"
-        if is_dataclass(options[0]):
-            return f"a section: {', '.join(field.name for field in fields(options[0]))}"
         if len(options) > 1:
             return "any value"
         name = get_origin(options[0]) or options[0]
@@ -215,6 +213,13 @@ def wrong_values(errors: Sequence[Any], words: Sequence[str], names: Vocabulary)
         word = next((w for w in reversed(words) if w.lstrip("+").startswith(f"{key}=")), "")
         if unknown:
             problems[key] = unknown_key(key, names, word)
+            continue
+        if names.is_section(key):
+            option = str(error["input"])
+            group = next((g for g in names.groups if option in names.groups[g]), "")
+            hint = names.choose(group, option) if group else f"{names.command} --help {key}"
+            message = f"{key} is a section of settings ({word or 'in a file'})"
+            problems[key] = Problem(message, hint, word)
             continue
         near = "".join(nearest(str(error["input"]), names.words(key), n=1))
         why = "" if near else f": {error['msg']}"

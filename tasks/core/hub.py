@@ -54,6 +54,7 @@ def _download(hub_id: str, revision: str | None, name: str, folder: str) -> tupl
 
 def hub_errors() -> tuple[type[Exception], ...]:
     """Return the classes of huggingface_hub's errors: its own, and those of its HTTP library."""
-    from huggingface_hub.utils import httpx  # httpx2 since version 2, which httpx does not name
+    import huggingface_hub.utils
 
-    return httpx.HTTPError, httpx.InvalidURL, OSError, ValueError
+    client: Any = huggingface_hub.utils  # httpx under version 1, httpx2 under version 2
+    return client.httpx.HTTPError, client.httpx.InvalidURL, OSError, ValueError

@@ -57,6 +57,7 @@ def test_all_wrong_overrides_are_reported_at_once() -> None:
         "train.lr", "peft.rank", "smoke.min_stop_rate", "timeouts.merge_s",
     ]  # fmt: skip
     assert refused("zero.offload_param=cpuu").hint == "zero.offload_param=cpu"
+    assert refused("train=ppo", "rl=gspo").hint == "train=gspo"
 
 
 class Job:

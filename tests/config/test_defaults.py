@@ -13,6 +13,7 @@ from flows.cli.composed import Composed
 from flows.cli.config import compose_config
 from flows.cli.plan import check
 from tasks.config.defaults import ONLINE, RATES, default
+from tasks.rl.algorithms import ALGORITHMS
 from tests.machines import with_gpus
 
 MINE = ["model.path=owner/name", "data.path=rows.jsonl"]
@@ -110,6 +111,41 @@ DEFAULTS: list[tuple[str, dict[str, Any], float]] = [
 def test_defaults_follow_the_model_and_the_machine() -> None:
     computed = [(key, facts, default(key, known(**facts)).value) for key, facts, _ in DEFAULTS]
     assert computed == DEFAULTS
+
+
+PAPERS: dict[str, tuple[Any, ...]] = {  # sources in docs/online-rl.md
+    # clip below and above 1; KL: coefficient, place, estimator; whitened; critic warm-up; refill;
+    # truncated responses masked
+    "ppo": (0.2, 0.2, 0.05, "reward", "k1", True, 2, 0, False),
+    "grpo": (0.2, 0.28, 0, "loss", "k3", False, 0, 0, False),
+    "dapo": (0.2, 0.28, 0, "loss", "k3", False, 0, 9, True),
+    "dr_grpo": (0.2, 0.2, 0, "loss", "k3", False, 0, 0, False),
+    "rloo": (0.2, 0.2, 0.01, "reward", "k1", False, 0, 0, False),
+    "reinforce_pp": (0.2, 0.2, 0.01, "reward", "k1", False, 0, 0, False),
+    "reinforce_pp_baseline": (0.2, 0.2, 0.01, "loss", "k2", False, 0, 0, False),
+    "gspo": (3e-4, 4e-4, 0, "loss", "k3", False, 0, 0, False),
+}
+OPTIONS = ("clip_low", "clip_high", "kl_coef", "kl_in", "kl_estimator", "whiten", "critic_warmup",
+           "refill", "mask_truncated")  # fmt: skip
+LOSSES = {
+    # advantage, mean of the loss, ratio
+    "ppo": ("gae", "tokens", "token"),
+    "grpo": ("group_normalized", "sequences", "token"),
+    "dapo": ("group_normalized", "tokens", "token"),
+    "dr_grpo": ("group_centered", "constant", "token"),
+    "rloo": ("leave_one_out", "tokens", "token"),
+    "reinforce_pp": ("returns", "tokens", "token"),
+    "reinforce_pp_baseline": ("centered_returns", "tokens", "token"),
+    "gspo": ("group_normalized", "sequences", "sequence"),
+}
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_an_algorithm_has_the_values_of_its_paper(name: str) -> None:
+    settings, chosen = compose_config([f"train={name}"]).settings, ALGORITHMS[name]
+    assert tuple(settings["rl"][option] for option in OPTIONS) == PAPERS[name]
+    assert (chosen.estimate, chosen.aggregate, chosen.ratio) == LOSSES[name]
+    assert (settings["train"]["objective"], chosen.critic) == (name, name == "ppo")
 
 
 OFFLOADED = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tasks.core.disk import flush, write_refused
 from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.core.files import copy_file
 from tasks.core.private import open_up
-from tasks.pipeline.artifact import Artifact, intact, open_artifact
+from tasks.pipeline.artifact import Artifact, intact, open_artifact, show
 from tasks.pipeline.locks import staging
 from tasks.release.model_card import write_card
 from tasks.weights.files.documents import MANIFEST, read_manifest
@@ -105,12 +104,7 @@ def put(served: Artifact, out: Path, card: str = "") -> None:
             if path.suffix in _WEIGHTS:
                 path.chmod(path.stat().st_mode & ~0o222)
         flush(work)
-        old = out.parent / f".{out.name}.{os.getpid()}.old.tmp"
-        if out.is_dir() and any(out.iterdir()):
-            out.rename(old)
-        work.rename(out)
-        flush(out.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        show(work, out)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

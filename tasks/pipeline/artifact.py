@@ -105,13 +105,19 @@ def publish(
         flush_tree(work)
     except OSError as error:  # a full disk
         raise write_refused(work, error) from error
-    old = final.parent / f".{final.name}.{os.getpid()}.old.tmp"
+    show(work, final)
+    return Artifact(origin.kind, final, document["digest"])
+
+
+def show(work: Path, final: Path) -> None:
+    """Rename a complete staging folder to `final`; an older folder there is removed."""
+    old = final.parent / f".{final.name}.old.tmp"
+    shutil.rmtree(old, ignore_errors=True)  # of a killed process
     if final.exists():
         final.rename(old)
     work.rename(final)
     flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
-    return Artifact(origin.kind, final, document["digest"])
 
 
 def inventory(

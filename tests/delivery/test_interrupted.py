@@ -12,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tasks.delivery.folders import put
+from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, staging, verify
 from tests.commands import command
 from tests.delivery.conftest import one_thread
+from tests.killing import kills
 from tests.weights.making import save_tokenizer
 
 HIDDEN, ROWS = 1024, 300
@@ -70,3 +73,26 @@ def test_nothing_is_visible_at_out(large, tmp_path) -> None:
     records = [p for p in (runs / "artifacts").rglob("*") if p.suffix != ".safetensors"]
     records = [p for p in records if not p.is_symlink()]
     assert [p for p in records if p.stat().st_mode & 0o077] == []
+
+
+def test_killed_at_any_change_of_the_disk_out_is_the_old_delivery_or_the_new(tmp_path) -> None:
+    out, visible = tmp_path / "there" / "out", set()
+
+    def served(name: str) -> Artifact:
+        with staging(tmp_path / name) as work:
+            save_file({"w": torch.full((2,), len(name))}, work / "model.safetensors")
+            (work / "config.json").write_text(name)
+            return publish(work, tmp_path / name, Origin("served", "convert", name))
+
+    old, new = served("old"), served("newer")
+    put(old, out, "# Card")
+    for _ in kills(lambda: put(new, out, "# Card")):
+        if out.exists():
+            artifact = open_artifact(out)
+            assert verify(artifact) == []
+            visible.add(artifact.digest)
+        put(new, out, "# Card")
+        assert verify(open_artifact(out)) == []
+        put(old, out, "# Card")
+        assert list(out.parent.iterdir()) == [out]
+    assert visible == {old.digest, new.digest}

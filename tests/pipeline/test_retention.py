@@ -5,10 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import signal
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ from tasks.pipeline.retention import (
     plan,
     remove,
 )
+from tests.killing import kills
 
 NOW = 1_700_000_000.0
 
@@ -182,49 +180,25 @@ def test_staging_folders_of_killed_stages(store: Store) -> None:
         os.close(handle)
 
 
-EVENTS = ("os.rename", "os.remove", "os.rmdir")
-
-
-def in_child(work: Callable[[], object], kill_at: int) -> bool:
-    """Do the work in a forked process that kills itself at its n-th change of the disk.
-
-    Returns True if it was killed.
-    """
-    pid = os.fork()
-    if pid == 0:
-        left = [kill_at]
-
-        def hook(event: str, _: object) -> None:
-            if event in EVENTS:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-        work()
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert status in (0, signal.SIGKILL)
-    return os.WIFSIGNALED(status)
-
-
 def test_killed_at_any_point_the_next_prune_finishes(store: Store) -> None:
     ours = store.chain()
+
+    def fill() -> dict[str, Artifact]:
+        store.checkpoints(f"{store.made:020x}", step=False)
+        return store.chain()
+
+    def prune() -> None:
+        remove(store.plan(ours["served"]))
+
+    other = fill()
     rounds = 0
-    while True:
-        other = store.chain()
-        store.checkpoints(f"{rounds:020x}", step=False)
-
-        def prune() -> None:
-            remove(store.plan(ours["served"]))
-
-        if not in_child(prune, kill_at=rounds):
-            break
+    for _ in kills(prune):
         assert paths(*ours.values()) <= store.present()
         for path in store.present():  # whatever a run can see is whole
             assert verify(open_artifact(path)) == []
         prune()
         assert store.present() == paths(*ours.values())
         assert not any((store.runs / "checkpoints").iterdir())
+        fill()
         rounds += 1
     assert rounds > 2 * len(other)

@@ -1,9 +1,10 @@
 """Plant seeded faults in the product, and count those that the tests of `make test` notice.
 
-    python -m tests.slow.mutants                   # the tests of this commit
-    python -m tests.slow.mutants --tests 5d15622   # those of an older one, on the same faults
+    python -m tests.slow.mutants                    # this commit
+    python -m tests.slow.mutants --commit 5d15622   # product and tests of an older one, its faults
 
-Each fault is planted in a copy of the repository, and the tests of its room run until one fails.
+Each fault is planted in a copy of the commit, and the tests of its room run until one fails. They
+have to pass without it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +47,6 @@ class Mutant:
     start: int  # bytes
     stop: int
     text: str
-
-    def source(self, root: Path) -> tuple[bytes, bytes]:
-        """Return the file without and with the fault."""
-        whole = (root / self.file).read_bytes()
-        return whole, whole[: self.start] + self.text.encode() + whole[self.stop :]
 
 
 def mutated(node: ast.AST) -> str:
@@ -92,25 +89,30 @@ def chosen(root: Path, count: int, seed: int) -> list[Mutant]:
     return [mutant for room in ROOMS for mutant in draw.sample(list(mutants(root, room)), share)]
 
 
-def is_noticed(mutant: Mutant, root: Path, limit_s: float) -> bool:
-    """Return True if a test of the room fails, or hangs, with the fault."""
-    intact, faulty = mutant.source(root)
-    (root / mutant.file).write_bytes(faulty)
-    paths = [path for path in ROOMS[mutant.room] if (root / path).exists()]
+def outcome(room: str, root: Path, limit_s: float) -> str:
+    """Run the tests of a package: "noticed" if one fails, "hung" at the limit, else "MISSED"."""
+    paths = [path for path in ROOMS[room] if (root / path).exists()]
     words = [
         sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider",
         "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *paths,
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(root)}  # child processes, too
     try:
-        done = subprocess.run(
-            words, cwd=root, env=env, timeout=limit_s, capture_output=True, check=False
-        )
-        return done.returncode != 0
+        done = subprocess.run(words, cwd=root, env=env, timeout=limit_s, stdout=subprocess.DEVNULL)
+        return "noticed" if done.returncode else "MISSED"
     except subprocess.TimeoutExpired:
-        return True
+        return "hung"
+
+
+def plant(mutant: Mutant, root: Path, limit_s: float) -> str:
+    """Return the outcome of the tests with the fault."""
+    path = root / mutant.file
+    intact = path.read_bytes()
+    path.write_bytes(intact[: mutant.start] + mutant.text.encode() + intact[mutant.stop :])
+    try:
+        return outcome(mutant.room, root, limit_s)
     finally:
-        (root / mutant.file).write_bytes(intact)
+        path.write_bytes(intact)
 
 
 def main() -> None:
@@ -118,28 +120,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tests", default="HEAD", help="commit whose tests are run")
+    parser.add_argument("--commit", default="HEAD")
     parser.add_argument("--room", default="", help="only this package")
     parser.add_argument("--limit_s", type=float, default=1800)
     args = parser.parse_args()
-    project = Path(__file__).parents[2]
+    git = ["git", "-C", str(Path(__file__).parents[2]), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "plumbline"
-        git = ["git", "-C", str(project)]
-        subprocess.run([*git, "worktree", "add", "-q", "--detach", str(root), "HEAD"], check=True)
+        subprocess.run([*git, "add", "-q", "--detach", str(root), args.commit], check=True)
         try:
-            inside = ["git", "-C", str(root)]
-            subprocess.run([*inside, "rm", "-rq", "tests"], check=True)
-            subprocess.run([*inside, "checkout", "-q", args.tests, "--", "tests"], check=True)
-            noticed = []
-            for mutant in chosen(project, args.count, args.seed):
-                if mutant.room.startswith(args.room):
-                    noticed.append(is_noticed(mutant, root, args.limit_s))
-                    word = "noticed" if noticed[-1] else "MISSED "
-                    print(f"{word}  {mutant.file}:{mutant.line}  {mutant.text}", flush=True)
-            print(f"{sum(noticed)} of {len(noticed)} noticed by the tests of {args.tests}")
+            drawn = [m for m in chosen(root, args.count, args.seed) if m.room.startswith(args.room)]
+            for room in dict.fromkeys(mutant.room for mutant in drawn):
+                if outcome(room, root, args.limit_s) != "MISSED":
+                    sys.exit(f"{room}: its tests fail without a fault: {' '.join(ROOMS[room])}")
+            outcomes = Counter[str]()
+            for mutant in drawn:
+                outcomes[word := plant(mutant, root, args.limit_s)] += 1
+                print(f"{word:<7}  {mutant.file}:{mutant.line}  {mutant.text}", flush=True)
+            print(f"{dict(outcomes)} by the tests of {args.commit}")
         finally:
-            subprocess.run([*git, "worktree", "remove", "--force", str(root)], check=True)
+            subprocess.run([*git, "remove", "--force", str(root)], check=True)
 
 
 if __name__ == "__main__":

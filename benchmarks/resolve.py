@@ -27,7 +27,7 @@ from safetensors.numpy import save_file
 from benchmarks.report import Row, table
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import Mechanism, Stage
-from tasks.tracking.tracker import Tracker
+from tasks.tracking.tracker import Unrecorded
 
 BAR_MS = 50.0
 STAGE = Stage("write", "served", stack=("torch", "safetensors"))
@@ -48,7 +48,7 @@ def store(artifacts: int, tensors: int) -> Iterator[Mechanism]:
         mechanism = Mechanism(
             Path(folder) / "artifacts",
             Path(folder) / "logs",
-            Tracker("", "benchmark", None, Path(folder), recorded=False),
+            Unrecorded(),
             lambda name, work, inputs: work(log),
         )
         with mechanism.tracker.flow("benchmark", {}, "", {}):

@@ -111,11 +111,11 @@ def mlflow_page(runs: Path, uri: str | None, page: str) -> str:
 
     Without `tracking.uri` it is in the database under `runs`, which `make up` serves.
     """
-    if page and uri is not None and uri.startswith(("http://", "https://")):
+    if uri is not None and uri.startswith(("http://", "https://")):
         server = urlsplit(uri)
         host = server.netloc.rpartition("@")[2]  # without a password
         return f"{server.scheme}://{host}{server.path.rstrip('/')}/{page}"
-    mlflow = running("mlflow", runs) if page and uri is None else None
+    mlflow = running("mlflow", runs) if uri is None else None
     return f"http://{LOOPBACK}:{mlflow.port}/{page}" if mlflow else ""
 
 

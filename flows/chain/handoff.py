@@ -53,7 +53,7 @@ GATHER_ADAPTER = Stage("gather", "adapter", (*_TORCH, "peft"))
 GATHER_WEIGHTS = Stage("gather", "weights", (*_TORCH, "peft"))
 MERGE = Stage("merge", "weights", (*_TORCH, "peft", "bitsandbytes"))
 CONVERT = Stage("convert", "served", _TORCH)
-VALUE_HEAD = Stage("value_head", "value_head", ("safetensors",))
+VALUE_HEAD = Stage("value_head", "value_head", ("safetensors",), Needs.NOTHING)
 SMOKE = Stage("smoke_eval", "report", _VLLM, Needs.ENGINE)
 QUANTIZE = Stage("quantize", "served", (*_TORCH, "compressed-tensors"))
 SMOKE_QUANTIZED = Stage("smoke_quantized", "report", (*_VLLM, "compressed-tensors"), Needs.ENGINE)
@@ -116,7 +116,9 @@ class HandOff:
         return served, quantized
 
     def _model(self, weights: Artifact, base: Artifact | None = None) -> ModelRef | None:
-        """Return the input of a stage as a model; None if it is none that transformers loads."""
+        """Return the model to measure; None if none is, or transformers does not load it."""
+        if self.scorer is None:
+            return None
         if base is None:
             if not (weights.path / "config.json").is_file():
                 return None
@@ -142,7 +144,9 @@ class HandOff:
         context: dict[str, Any] = {"planned": self.planned}
         if self.shards is not None:
             inputs = {**inputs, "trained": self.shards}
-        if self.scorer is not None:
+        if self.scorer is None:  # nothing is computed that other runs would disturb
+            stage = replace(stage, needs=Needs.NOTHING)
+        else:
             config["profile"] = self.limit
             if function is merge:
                 context["perform"] = self.scorer.perform

@@ -159,7 +159,8 @@ def _prepare(composed: Composed) -> Delivery:
     if base is not None:
         require_own_files(base)
         if check:
-            examination.require_base(base, whole=not settings["plan"])
+            # The merge reads the values, and refuses those that are not finite.
+            examination.require_base(base, values=False)
     compared = base if source.kind != "model" else None
     report = examination.examine(source.root, compared, check_base=check)
     warnings = wrong_base(source, base, store, check=check)
@@ -178,6 +179,7 @@ def _prepare(composed: Composed) -> Delivery:
         choice=choice,
         adapter_config=_folder(config) if config else None,
         rounding=settings["merge"]["rounding"],
+        scanned=report.values,
     )
     work = prepare(request)
     engine = smoke["engine"]

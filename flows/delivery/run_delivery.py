@@ -35,7 +35,7 @@ from tasks.delivery import examination
 from tasks.delivery.folders import require_intact, require_same
 from tasks.pipeline.locks import Patience, hold
 from tasks.process.child import PROJECT
-from tasks.tracking.tracker import Tracker
+from tasks.tracking.tracker import Tracker, Unrecorded
 
 
 def main() -> int:
@@ -109,13 +109,14 @@ def direct(
 ) -> dict[str, Any]:
     """Run a delivery without Prefect, and without MLflow unless `tracking.uri` names a server."""
     # MLflow is not imported without a server, which would take seconds.
-    tracker = tracker_of(delivery.composed, recorded=bool(delivery.settings["tracking"]["uri"]))
+    is_recorded = bool(delivery.settings["tracking"]["uri"])
+    tracker = tracker_of(delivery.composed) if is_recorded else Unrecorded()
     patience = Patience(delivery.settings["paths"]["wait_s"], log.info)
     return _run(delivery, in_this_process(run_id, log, patience), tracker, overrides)
 
 
 def _run(
-    delivery: Delivery, host: Host, tracker: Tracker, overrides: Sequence[str]
+    delivery: Delivery, host: Host, tracker: Tracker | Unrecorded, overrides: Sequence[str]
 ) -> dict[str, Any]:
     def stages(run: FlowRun) -> None:
         # Not while planning: the first comparison of an artifact with its manifest reads all of it.
@@ -131,5 +132,12 @@ def _run(
         run.summary.served = str(delivery.out)
 
     composed = delivery.composed
-    flow_run = FlowRun.begin("deliver", composed, host, tracker=tracker, overrides=overrides)
+    flow_run = FlowRun.begin(
+        "deliver",
+        composed,
+        host,
+        tracker=tracker,
+        overrides=overrides,
+        has_page=delivery.engine is not None,
+    )
     return flow_run.run(f"deliver {delivery.source.root.name}", stages)

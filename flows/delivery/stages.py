@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tasks.evaluation.checks import GREEDY_TOKENS
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.gather import gather_foreign
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.locks import Needs
 from tasks.pipeline.report import StageResult
 from tasks.weights.write import parse_size
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
@@ -90,6 +91,7 @@ def _gather(
         limit = parse_size(convert["max_shard_size"])
         config = {"dtype": convert["dtype"], "max_shard_bytes": limit}
     context = {"planned": lambda: work}
+    stage = replace(stage, needs=Needs.NOTHING)  # not measured
     return mechanism.run(
         stage, gather_foreign, inputs=inputs, config=config, context=context
     ).artifact

@@ -37,7 +37,7 @@ from tasks.pipeline.artifact import sweep
 from tasks.pipeline.locks import FOREVER, Needs, Patience, devices
 from tasks.pipeline.stage import REFERENCE_LOG, Call, Mechanism
 from tasks.process.child import PROJECT
-from tasks.tracking.tracker import Tracker
+from tasks.tracking.tracker import Tracker, Unrecorded
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,10 @@ def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host
     return Host(run_id, log, lambda _, work, __: work(log), lambda _: None, patience=patience)
 
 
-def tracker_of(composed: Composed, *, recorded: bool = True) -> Tracker:
-    """Return the MLflow tracker of a configuration; it records nothing if not `recorded`."""
+def tracker_of(composed: Composed) -> Tracker:
+    """Return the MLflow tracker of a configuration."""
     experiment, reports = composed.settings["tracking"]["experiment"], composed.runs / "reports"
-    uri, root = composed.tracking_uri, composed.tracking_root
-    return Tracker(uri, experiment, root, reports, recorded=recorded)
+    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, reports)
 
 
 def reserve(
@@ -73,6 +72,8 @@ def reserve(
     Stages of other runs in the folder wait for it, and nothing else does: preparing data goes on.
     Raises BusyError.
     """
+    if needs is Needs.NOTHING:
+        return contextlib.nullcontext()
     return devices(composed.runs, device_names(composed, needs), patience)
 
 
@@ -116,6 +117,7 @@ class FlowRun:
     summary: Summary
     run_id: str
     record: RunRecord
+    has_page: bool = True  # False for a run that measures nothing: there is nothing to plot
     started: float = field(default_factory=time.monotonic)
     tags: dict[str, str] = field(default_factory=dict)
 
@@ -126,9 +128,10 @@ class FlowRun:
         composed: Composed,
         host: Host,
         *,
-        tracker: Tracker,
+        tracker: Tracker | Unrecorded,
         exp: str | None = None,
         overrides: Sequence[str] = (),
+        has_page: bool = True,
     ) -> FlowRun:
         """Create the folder for logs, and remove the staging folders of dead runs.
 
@@ -154,7 +157,7 @@ class FlowRun:
         summary = Summary("running", flow, exp, 0.0, run=run_id)
         if overrides:
             summary.command = f"python flows/{flow}.py {shlex.join(overrides)}"
-        return cls(composed, host, mechanism, summary, run_id, record)
+        return cls(composed, host, mechanism, summary, run_id, record, has_page)
 
     def scorer(self, threads: int | None) -> ReferenceScorer:
         """Return the scorer of the run's stages; no request ends before the limit of its stage."""
@@ -224,9 +227,10 @@ class FlowRun:
 
     def _find_pages(self) -> None:
         """Note the pages of this run in Prefect and MLflow, once MLflow has the run."""
-        uri = self.composed.settings["tracking"]["uri"]
-        url = mlflow_page(self.composed.runs, uri, self.mechanism.tracker.page)
-        known = {"prefect": self.host.page, "mlflow": url}
+        known = {"prefect": self.host.page}
+        if page := self.mechanism.tracker.page:
+            uri = self.composed.settings["tracking"]["uri"]
+            known["mlflow"] = mlflow_page(self.composed.runs, uri, page)
         self.summary.pages |= {name: page for name, page in known.items() if page}
 
     def _end(self, status: str) -> None:
@@ -248,7 +252,9 @@ class FlowRun:
             summary.tracking = tracker.settle() or None
         texts = {"config.yaml": self.composed.text}
         written = summary.write(self.composed.runs, self.run_id, texts)
-        report = write_report(self.composed.runs, self.run_id, self.host.log)
+        report = None
+        if self.has_page:
+            report = write_report(self.composed.runs, self.run_id, self.host.log)
         if interrupted:
             return
         self.host.show(summary.markdown(report))

@@ -124,8 +124,8 @@ def audit(
             weights up to 2 GB, and all with `adapter`.
         adapter: folder of the adapter that was merged into `base`: every tensor is compared with
             base and adapter, if values are read.
-        alone: neither audit the base nor plan the merge into it: `deliver` has done the one and
-            does the other itself.
+        alone: neither audit the base, nor plan the merge into it, nor compare the ids of a
+            tokenizer that transformers builds anew: `deliver` does all three itself.
 
     Raises:
         ArtifactError: `source` or `base` is not a folder, or cannot be listed.
@@ -139,6 +139,7 @@ def audit(
         if any(finding.code in _UNREADABLE for finding in of_base.errors):
             opened.base = None  # its gaps would be reported as the source's
         opened.planned = of_base.ok
+    opened.alone = alone
     findings = tuple(examine(opened))
     errors = errors_of(findings)
     is_known = opened.is_model or opened.is_adapter

@@ -60,6 +60,7 @@ class Source:
         values: True to read tensor data, False for headers only; None reads up to `READ_BYTES`.
         adapter: folder of the adapter that was merged into the base, if it is known.
         planned: True to plan the merge of an adapter, too, if nothing else is wrong with it.
+        alone: True if a delivery makes the checks by itself that plan or start a process.
         codes: worst severity of each code that was reported so far.
         explained: names of the tensors in these findings.
     """
@@ -74,6 +75,7 @@ class Source:
     values: bool | None = None
     adapter: Path | None = None
     planned: bool = False
+    alone: bool = False
     codes: dict[str, Any] = field(default_factory=dict)
     explained: set[str] = field(default_factory=set)
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)

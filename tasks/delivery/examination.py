@@ -21,7 +21,6 @@ from tasks.core.terminal import typed
 from tasks.evaluation.model_folder import write_json
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
-from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import WRAPPER
 from tasks.weights.tokens.prove_ids import is_leading, misread
 
@@ -77,30 +76,25 @@ def examine(root: Path, base: Path | None, *, check_base: bool = True) -> Report
     return report
 
 
-READ = 2 << 30
-"""Most bytes of a base whose weights are read for a plan, or before training."""
-
-
-def base_errors(base: Path, *, whole: bool = False) -> Report:
+def base_errors(base: Path, *, values: bool | None = None, alone: bool = False) -> Report:
     """Return the audit of a base, with only the errors that make it unusable as one.
 
-    `whole` reads the weights, and hashes those of a hub cache, above `READ`, too.
+    Arguments are those of `audit`.
     """
-    nbytes = sum(file.stat().st_size for file in weight_files(base, "*.safetensors"))
-    report = audit(base, values=whole or nbytes <= READ)
+    report = audit(base, values=values, alone=alone)
     return replace(report, findings=tuple(_blocking(report, check_base=True, is_base=True)))
 
 
-def require_base(base: Path, *, whole: bool) -> None:
-    """Raise ConfigError if the base itself is broken; arguments as for `base_errors`."""
-    report = base_errors(base, whole=whole)
+def require_base(base: Path, *, values: bool | None = None) -> None:
+    """Raise ConfigError if the base itself is broken. `require_own_ids` has to follow."""
+    report = base_errors(base, values=values, alone=True)
     if report.findings:
         raise refused(report, key="base", hint=report.command)
 
 
 def require_sound(base: Path) -> tuple[str, ...]:
     """Refuse a base that is broken or whose tokenizer is misread. Returns warnings."""
-    require_base(base, whole=False)
+    require_base(base)
     return require_own_ids(base)
 
 

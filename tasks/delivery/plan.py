@@ -40,11 +40,12 @@ from tasks.weights.heads import (
     Normalisation,
     detect,
     endings,
+    may_have_head,
     read_folder,
     reward_config,
     separate,
 )
-from tasks.weights.lora import Adapter, read_adapter
+from tasks.weights.lora import Adapter
 from tasks.weights.lora_config import parse_config
 from tasks.weights.merge import BASE, Reward, plan_adapter
 from tasks.weights.model import Model, model_facts
@@ -81,6 +82,7 @@ class Request:
     rounding: Rounding = "unbiased"
     config: Mapping[str, Any] | None = None  # config.json of the model; None for the base's
     reward: Reward | None = None  # of a reward model that was trained here
+    scanned: bool = False  # True if an audit has read the values of the adapter in SOURCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,10 +306,13 @@ def _misfits(plan: Plan, facts: Model) -> Iterator[str]:
 def _adapter(request: Request) -> Work:
     """Plan the merge of a PEFT folder."""
     root = request.source.root
-    detected = detect(read_folder(root))
-    adapter = read_adapter(root, beside=detected.folder.beside)
-    if request.reward is not None:
+    folder = read_folder(root)
+    adapter = folder.adapter
+    assert adapter is not None
+    sign = folder.beside or may_have_head(folder.config, folder.adapter_config, folder.main)
+    if request.reward is not None or not sign:
         return _merge(request, adapter, request.reward)
+    detected = detect(folder)
     if detected.is_of_reward and request.base is not None:
         return _merge(request, adapter, Reward(endings(root, request.base)))
     if HEAD not in detected.folder.sources:
@@ -335,6 +340,7 @@ def _merge(request: Request, adapter: Adapter, reward: Reward | None = None) -> 
         quantization=request.choice.quantization,
         rounding=request.rounding,
         reward=reward,
+        scanned=request.scanned and request.source.kind == "adapter",
         perform=request.perform,
     )
     return Work(**vars(planned), tokens=request.tokens, choice=request.choice, merges=True)

@@ -35,7 +35,7 @@ _INTERRUPTED_S = 5.0
 
 
 class Tracker:
-    """MLflow runs of one flow: a parent run, and a child run per stage; none if not `recorded`.
+    """MLflow runs of one flow: a parent run, and a child run per stage.
 
     `artifact_root` is the folder for logged files if `uri` is a database; in `reports` flows leave
     their numbers in any case.
@@ -47,11 +47,8 @@ class Tracker:
         experiment: str,
         artifact_root: Path | None,
         reports: Path,
-        *,
-        recorded: bool = True,
     ) -> None:
         self.uri, self._experiment, self._reports = uri, experiment, reports
-        self._recorded = recorded
         self._server = Server(uri, artifact_root)
         self._outbox: Any = None  # an Outbox while `flow` runs
         self._id = ""
@@ -77,8 +74,7 @@ class Tracker:
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
     ) -> Iterator[str]:
         """Open the parent run while the block runs; it ends as FAILED or KILLED if that raises."""
-        send = self._server.send if self._recorded else None
-        self._outbox = Outbox(redact(self.uri), send, self._reports)
+        self._outbox = Outbox(redact(self.uri), self._server.send, self._reports)
         limit_s = _DELIVER_S
         try:
             self._id = self._start(name, flatten(config), tags)
@@ -231,6 +227,29 @@ class StageRun:
         for name in (MANIFEST, "contract.json", *PRINTS):
             if (artifact.path / name).is_file():
                 self._outbox.put("log_artifact", self._id, str(artifact.path / name))
+
+
+class Unrecorded:
+    """Tracker of a flow that MLflow does not get, and the record of its stages."""
+
+    page = run_id = ""
+
+    def flow(self, *_: Any) -> contextlib.AbstractContextManager[str]:
+        """Return a context without a run."""
+        return contextlib.nullcontext("")
+
+    def stage(self, *_: Any) -> contextlib.AbstractContextManager[Unrecorded]:
+        """Return a context whose record is dropped."""
+        return contextlib.nullcontext(self)
+
+    def settle(self) -> str:
+        """Return no problem: nothing waits."""
+        return ""
+
+    def drop(self, *_: Any, **__: Any) -> None:
+        """Record nothing."""
+
+    log_parent = contract = details = finish = drop
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

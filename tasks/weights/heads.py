@@ -51,7 +51,7 @@ from tasks.weights.files.dtypes import NUMPY, is_float, widened
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.reader import read_checkpoint, read_header
 from tasks.weights.files.tensors import Sources, Tensor, Tensors, read_all
-from tasks.weights.lora import read_adapter
+from tasks.weights.lora import Adapter, read_adapter
 from tasks.weights.mapping import Shapes
 from tasks.weights.model import Model, model_facts
 from tasks.weights.model_class import read_config
@@ -105,6 +105,7 @@ class HeadFolder:
     adapter_config: Mapping[str, Any] | None
     sources: Sources
     beside: tuple[str, ...] = ()
+    adapter: Adapter | None = None  # the adapter as it was opened, by `read_folder`
 
     @property
     def weights(self) -> str:
@@ -127,8 +128,9 @@ def read_folder(root: Path) -> HeadFolder:
     names = (*SIDE_FILES, PICKLED) if is_adapter else SIDE_FILES
     beside = tuple(name for name in names if (root / name).is_file())
     sources: dict[str, Tensors] = {}
-    if is_adapter:
-        sources[ADAPTER] = read_adapter(root, beside=beside).tensors
+    adapter = read_adapter(root, beside=beside) if is_adapter else None
+    if adapter is not None:
+        sources[ADAPTER] = adapter.tensors
     else:
         read = read_model if is_pickled_model(root) else read_checkpoint
         sources[MODEL] = read(root, beside=beside)
@@ -137,7 +139,32 @@ def read_folder(root: Path) -> HeadFolder:
         plain = path.suffix == ".safetensors"
         sources[HEAD] = read_header(path).tensors if plain else read_state(path)
     adapter_config = read_json(root / "adapter_config.json") if is_adapter else None
-    return HeadFolder(root, config, adapter_config, sources, beside)
+    return HeadFolder(root, config, adapter_config, sources, beside, adapter)
+
+
+_HEAD_KEY = re.compile(rf"(^|\.)({'|'.join(HEAD_MODULES)})\.|^({'|'.join(BUFFERS)})$")
+_HEAD_FIELDS = ("value_head_prefix", "normalize_reward", *BUFFERS)
+_LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def may_have_head(
+    config: Mapping[str, Any], adapter: Mapping[str, Any] | None, tensors: Tensors
+) -> bool:
+    """Return False for a plain language model or its adapter, where `detect` finds nothing.
+
+    `adapter` is adapter_config.json. Files beside the weights are another sign of a head.
+    """
+    settings = adapter or {}
+    listed = [settings.get(key) for key in ("modules_to_save", "target_modules")]
+    modules = [name for names in listed if isinstance(names, list) for name in names]
+    return (
+        any(field in config for field in _HEAD_FIELDS)
+        or not all(name.endswith(_LANGUAGE) for name in architectures(config))
+        or settings.get("task_type") == "SEQ_CLS"
+        or bool(settings.get("auto_mapping"))
+        or any(name in HEAD_MODULES for name in modules)
+        or any(_HEAD_KEY.search(key) for key in tensors)
+    )
 
 
 @dataclass(frozen=True)

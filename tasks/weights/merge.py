@@ -102,6 +102,7 @@ def plan_adapter(
     rounding: Rounding = "unbiased",
     reward: Reward | None = None,
     values: bool = True,
+    scanned: bool = False,
     perform: Perform = perform,
 ) -> Planned:
     """Plan the merge of an adapter into the base, in the dtype and files of the output.
@@ -117,12 +118,14 @@ def plan_adapter(
         reward: of a reward model; None for a language model. A base that is a reward model itself
             keeps its head; with another, the adapter has the full head (`modules_to_save`).
         values: False leaves the values of the adapter unread.
+        scanned: True if an audit has read them: only copies are compared.
     """
     opened, tensors, name = open_model(base), None, ""
     if reward is not None:
         tensors, name, facts = reward_base(opened, config, model_dtype, perform)
     else:
-        facts = perform(model_facts, base, model_dtype)
+        disk = {key: tuple(info.shape) for key, info in opened.items()}
+        facts = perform(model_facts, base, model_dtype, disk)
     total = changes(adapter, facts)
     live = next((slot.live for slot in facts.slots if slot.key == SCORE), SCORE)
     if reward is not None and SCORE not in opened and live not in total.replacements:
@@ -134,7 +137,7 @@ def plan_adapter(
         )
     plan = plan_merge(tensors or opened, facts, total, quantization=quantization, rounding=rounding)
     if values:
-        require_values(adapter, total.copies)
+        require_values(adapter, total.copies, scanned=scanned)
     if reward is None:
         merged = merged_config(config, plan)
     else:

@@ -138,9 +138,9 @@ def bare(arrays: Arrays) -> Arrays:
 
 
 def test_values_of_a_base(tmp_path: Path) -> None:
-    require_base(make_model(tmp_path / "fine"), whole=True)
+    require_base(make_model(tmp_path / "fine"))
     added = zeros("layers.1.self_attn.o_proj")(zeros("layers.1.mlp.down_proj")(tensors()))
-    require_base(make_model(tmp_path / "llama pro", added), whole=True)
+    require_base(make_model(tmp_path / "llama pro", added))
     faults: list[tuple[Callable[[Arrays], Arrays], str]] = [
         (zeros("lm_head"), "CONSTANT_ROWS"),
         (zeros("layers.1.mlp.down_proj"), "CONSTANT_ROWS"),
@@ -150,7 +150,7 @@ def test_values_of_a_base(tmp_path: Path) -> None:
     ]
     for number, (change, code) in enumerate(faults):
         with pytest.raises(ConfigError, match=code):
-            require_base(make_model(tmp_path / str(number), change(tensors())), whole=True)
+            require_base(make_model(tmp_path / str(number), change(tensors())))
 
 
 def test_norms_and_directions(tmp_path: Path) -> None:

@@ -316,6 +316,14 @@ def test_an_untrained_adapter_is_an_error_without_an_option(tmp_path: Path) -> N
     zero = {key: array * ("lora_A" in key) for key, array in adapter_tensors().items()}
     assert errors(codes(make_adapter(tmp_path / "it", zero))) == {"LORA_B_ZERO"}
     assert errors(codes(tmp_path / "it", values=False)) == set()
+    halves = {key: array * ("lora_B" in key) for key, array in adapter_tensors().items()}
+    assert errors(codes(make_adapter(tmp_path / "a", halves))) == {"LORA_B_ZERO"}
+    first = next(key for key in adapter_tensors() if "lora_B" in key)
+    some = {**adapter_tensors(), first: np.zeros_like(adapter_tensors()[first])}
+    assert codes(make_adapter(tmp_path / "some", some))["LORA_B_ZERO"] == "warning"
+    magnitude = first.replace("lora_B.weight", "lora_magnitude_vector")
+    dora = {**adapter_tensors(), magnitude: np.zeros(len(some[first]), np.float32)}
+    assert codes(make_adapter(tmp_path / "dora", dora))["LORA_B_ZERO"] == "error"
 
 
 def test_a_gguf_folder_is_no_error(tmp_path: Path) -> None:

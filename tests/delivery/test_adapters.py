@@ -6,8 +6,11 @@ import json
 import logging
 import re
 import shutil
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import direct, plan
+from flows.orchestration.flow_run import device_names
 from tasks.audit.run import audit
+from tasks.pipeline.locks import Needs, Patience, devices
+from tasks.weights.files.reader import _read_header
+from tasks.weights.tokens.prove_ids import _asked
 from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft, with_rows
@@ -113,6 +120,48 @@ def test_a_square_parameter_needs_the_version(here, made, tmp_path) -> None:
     done = here(f"source={source}", f"base={base}", "merge.base=original", code=2)
     assert "gate_up_proj: peft before 0.19.1" in done.output
     assert '"peft_version": "0.19.1"' in done.output
+
+
+def test_a_delivery_without_an_engine_does_nothing_twice(
+    here: Run, adapter: Path, base: Path, tmp_path: Path
+) -> None:
+    """A header is parsed once, one child compares the ids, and a run that trains is no reason to
+    wait; there is nothing to plot."""
+    calls: Counter[str] = Counter()
+    codes = {_read_header.__wrapped__.__code__: "path", _asked.__code__: ""}
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in codes:
+            calls[str(frame.f_locals.get(codes[frame.f_code], "ids"))] += 1
+
+    folder = Path(shutil.copytree(base, tmp_path / "tiny-qwen"))
+    source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+    edit_json(folder / "tokenizer_config.json", model_max_length=4321)  # unknown to this process
+    words = [f"source={source}", f"base={folder}", f"paths.runs={tmp_path / 'runs'}"]
+    composed = compose_config([*words, f"out={tmp_path / 'out'}"], config_name="deliver")
+    try:
+        with devices(tmp_path / "runs", device_names(composed, Needs.DEVICE), Patience(0)):
+            sys.setprofile(count)
+            here(*words[:2], "merge.base=original", "paths.wait_s=0")
+    finally:
+        sys.setprofile(None)
+    assert calls.pop("ids") == 1
+    assert calls[str(source / "adapter_model.safetensors")] == 1
+    assert set(calls.values()) == {1}, calls
+    assert not list((tmp_path / "runs").rglob("*.html"))
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_base_that_is_not_finite_is_refused_by_name(here, adapter, base, tmp_path, name) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "tiny-qwen"))
+    tensors = state_of(folder)
+    tensors[name].view(-1)[3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+    edit_json(source / "adapter_config.json", base_model_name_or_path=str(folder))
+    done = here(f"source={source}", f"base={folder}", "merge.base=original", code=1)
+    assert name in done.output
+    assert not (tmp_path / "out").exists()
 
 
 LOG = logging.getLogger("tests.deliver")

@@ -73,12 +73,12 @@ def test_an_altered_input_of_a_merge_is_noticed_after_a_good_delivery(
     arguments = (f"source={adapter}", f"base={base}")
     here(*arguments)
     before = (tmp_path / "out" / "manifest.json").read_bytes()
-    for file in (base / "model.safetensors", adapter / "adapter_model.safetensors"):
+    for file, code in ((base / "model.safetensors", 1), (adapter / "adapter_model.safetensors", 2)):
         good = file.read_bytes()
         name = flip(file)
-        done = here(*arguments, code=2)
-        for part in (str(file.parent), name, "SHA256_DIFFERS"):
-            assert part in done.output
+        done = here(*arguments, code=code)
+        assert str(file.parent) in done.output
+        assert name in done.output
         assert (tmp_path / "out" / "manifest.json").read_bytes() == before
         file.write_bytes(good)
 

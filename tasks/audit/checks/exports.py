@@ -26,8 +26,13 @@ _GO_TEMPLATE = re.compile(r'^TEMPLATE\s+(?:"""(.*?)"""|"([^"\n]*)"|(\S[^\n]*))',
 _MOST = 4
 
 
+def has_exports(source: Source) -> bool:
+    """Return True for a folder with a GGUF file or a Modelfile."""
+    return any(name.endswith((".gguf", _MODELFILE)) for name in source.folder.files)
+
+
 @check(
-    "EXPORT_DIFFERS", ERROR,
+    "EXPORT_DIFFERS", ERROR, needs=(has_exports,),
     why="llama.cpp and Ollama go by it: responses never end, or are garbage at length",
     fix="convert the trained folder again; write its TEMPLATE into the Modelfile",
     issues="unsloth #468, unsloth #3899, ollama #6823",

@@ -19,15 +19,22 @@ from tasks.weights.heads import (
     HeadFolder,
     architectures,
     detect,
+    may_have_head,
 )
 
 _LABELS = 2
 """Number of labels that transformers assumes if config.json does not set it."""
 
 
-def has_tensors(source: Source) -> bool:
-    """Return True for a model or an adapter whose tensors are known."""
-    return either(source) and bool(source.tensors)
+def may_have(source: Source) -> bool:
+    """Return True for a model or an adapter with known tensors and a sign of a head."""
+    return either(source) and bool(source.tensors) and source.once(_has_sign)
+
+
+def _has_sign(source: Source) -> bool:
+    adapter = source.config(ADAPTER_CONFIG) if source.is_adapter else None
+    beside = any(name in source.folder.files for name in _side_files(source))
+    return beside or may_have_head(source.config(), adapter, source.tensors)
 
 
 def _detected(source: Source) -> Detected:
@@ -48,17 +55,17 @@ def _side_files(source: Source) -> tuple[str, ...]:
 
 
 def _is_critic(source: Source) -> bool:
-    head = source.once(_detected).head if has_tensors(source) else None
+    head = source.once(_detected).head if may_have(source) else None
     return head is not None and head.role == "value"
 
 
 def has_no_critic(source: Source) -> bool:
-    """Return True for tensors that are not those of a critic, which `HEAD_UNUSABLE` reports."""
-    return has_tensors(source) and not _is_critic(source)
+    """Return True for a head that is not a critic's, which `HEAD_UNUSABLE` reports."""
+    return may_have(source) and not _is_critic(source)
 
 
 @check(
-    "HEAD_MISSING", ERROR, needs=(has_tensors,),
+    "HEAD_MISSING", ERROR, needs=(may_have,),
     why="transformers initialises a random head and warns: the scores are noise",
     fix="it cannot be recovered, except from DeepSpeed's shards: train again and save it in full",
     issues="LLaMA-Factory #7706, LLaMA-Factory #1411, LLaMA-Factory #1024",
@@ -98,7 +105,7 @@ def head_place(source: Source) -> Iterator[Fault]:
 
 
 @check(
-    "HEAD_UNUSABLE", ERROR, needs=(has_tensors,),
+    "HEAD_UNUSABLE", ERROR, needs=(may_have,),
     why="loaders stop at its shape, read the wrong one, or start with a new random head",
     fix="save the head again, once and in full; set value_head_prefix to its name",
     issues="OpenRLHF #682, OpenRLHF PR #1342, OpenRLHF #1039, OpenRLHF #872, OpenRLHF #542",

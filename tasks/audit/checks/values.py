@@ -21,8 +21,8 @@ from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.audit.tensor_names import embeddings_of
 from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.identity import base_mismatch
-from tasks.weights.files.names import parse_peft
 from tasks.weights.files.tensors import Reader, Tensor
+from tasks.weights.lora import FACTOR
 
 _LEAST, _COSINE = 0.5, 0.5
 """Least ratio of norms, and least median cosine, of a trained model's matrices to its base's.
@@ -268,14 +268,22 @@ def _is_needed(source: Source, name: str) -> bool:
     fix="use a trained checkpoint; compare its step with this one's",
 )  # fmt: skip
 def lora_b_zero(source: Source) -> Iterator[Fault]:
-    """All lora_B are zero: the adapter is untrained and has no effect."""
-    halves = [
-        name
-        for name in source.once(scan)
-        if (key := parse_peft(name)) is not None and key.half == "B" and source.tensors[name].numel
-    ]  # an empty tensor is reported elsewhere
-    zero = [name for name in halves if source.once(scan)[name].is_zero]
+    """LoRA pairs with a factor of zeros, which change nothing, or magnitudes of zeros."""
+    pairs, zero, magnitudes = set[str](), dict[str, str](), list[str]()
+    for name, seen in source.once(scan).items():
+        factor = FACTOR.search(name)
+        if factor is None or not source.tensors[name].numel:
+            continue  # an empty tensor is reported elsewhere
+        if factor[1] == "magnitude_vector":
+            magnitudes += [name] if seen.is_zero else []
+            continue
+        pairs.add(name[: factor.start()])
+        if seen.is_zero:
+            zero[name[: factor.start()]] = name
     if zero:
-        severity = ERROR if len(zero) == len(halves) else WARNING
-        text = f"{len(zero)} of {len(halves)} are zero"
-        yield Fault(text, "trained values", tensors=zero, severity=severity)
+        severity = ERROR if len(zero) == len(pairs) else WARNING
+        text = f"{len(zero)} of {len(pairs)} are zero"
+        yield Fault(text, "trained values", tensors=list(zero.values()), severity=severity)
+    if magnitudes:
+        text = f"{len(magnitudes)} magnitude vectors are zero"
+        yield Fault(text, "trained values", tensors=magnitudes)

@@ -18,11 +18,13 @@ import json
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
+from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.core.files import open_regular
 from tasks.weights.files.documents import MANIFEST, read_json, read_manifest
@@ -45,13 +47,22 @@ _MAX_NAME = 255
 class Header:
     """Header of one file: its tensors in file order, `__metadata__`, offset of the first tensor."""
 
-    tensors: dict[str, Tensor]
-    metadata: dict[str, str]
+    tensors: Tensors
+    metadata: Mapping[str, str]
     data_start: int
 
 
 def read_header(path: Path) -> Header:
-    """Read and check the header of one safetensors file. Raises ArtifactError."""
+    """Read and check the header of one safetensors file, once. Raises ArtifactError."""
+    try:
+        stats = file_stats(path)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return _read_header(path, tuple(stats))
+
+
+@lru_cache(maxsize=512)  # audit, plan and write ask for the same files
+def _read_header(path: Path, _: tuple[int, ...]) -> Header:
     try:
         with open_regular(path) as file, safe_open(path, framework="numpy"):
             (length,) = struct.unpack("<Q", file.read(8))

@@ -7,12 +7,13 @@ AutoTokenizer loads, which training and vLLM use, in a child process; this file 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,33 @@ def is_leading(reason: str) -> bool:
     return reason.startswith(tuple(repr(text) for text in _LEADING))
 
 
+_ANSWERS: dict[str, str] = {}
+"""Differences by the content that they depend on: the folder that a delivery writes has its
+source's tokenizer, and each comparison starts a process that imports transformers."""
+_NOT_OF_TOKENIZERS = (
+    "dtype", "torch_dtype", "eos_token_id", "pad_token_id", "quantization_config",
+)  # fmt: skip
+"""Fields of config.json that no tokenizer reads, and a delivery writes."""
+
+
 def _compared(folder: Path, pipeline: str = "") -> str:
-    stamps = tuple(path.stat().st_mtime_ns for path in sorted(folder.glob("*.json")))
-    return _asked(folder.absolute(), stamps, pipeline)
+    # The child, an isolated program, has no `tasks`.
+    from tasks.weights.files.documents import optional_json
+    from tasks.weights.files.folder import side_files
+
+    config = {} if pipeline else optional_json(folder / "config.json")
+    fields = {key: value for key, value in config.items() if key not in _NOT_OF_TOKENIZERS}
+    content = hashlib.sha256(json.dumps([pipeline, fields], sort_keys=True).encode())
+    for path in [folder / "tokenizer.json"] if pipeline else side_files(folder):
+        content.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}".encode())
+    key = content.hexdigest()
+    if key not in _ANSWERS:
+        _ANSWERS[key] = _asked(folder.absolute(), pipeline)
+    return _ANSWERS[key]
 
 
-@lru_cache(maxsize=16)
-def _asked(folder: Path, stamps: tuple[int, ...], pipeline: str) -> str:
-    from tasks.core.errors import ArtifactError  # the child, an isolated program, has no `tasks`
+def _asked(folder: Path, pipeline: str) -> str:
+    from tasks.core.errors import ArtifactError
 
     environment = {name: os.environ[name] for name in _ONLY if name in os.environ}
     command, reason = [sys.executable, "-I", __file__, str(folder)], f"no answer within {_WAIT_S} s"

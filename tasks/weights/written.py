@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any
 
 from tasks.core.contract import Check
+from tasks.core.terminal import command
 from tasks.weights.files.names import parse_peft
 from tasks.weights.plan import Plan
 from tasks.weights.rounding import described
@@ -86,7 +87,9 @@ def values_read(plan: Plan, done: Executed) -> list[Check]:
 
 def finite(name: str, bad: int) -> Check:
     """Check that a tensor has no element that is not finite."""
-    return Check(name, "finite", f"{bad} elements not finite" if bad else "finite", ok=not bad)
+    hint = f"an input has them, or a sum overflows: {command('audit')} <input> values=true"
+    text = f"{bad} elements not finite" if bad else "finite"
+    return Check(name, "finite", text, ok=not bad, hint=hint)
 
 
 def gathered(plan: Plan, done: Executed) -> list[Check]:

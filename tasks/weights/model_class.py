@@ -28,6 +28,21 @@ _COUNTED = re.compile(r"(?:.*_)?(?:(layers?|depth|blocks)|experts)")
 _DEEPEST = 4
 
 
+NO_SDPA = frozenset(
+    {
+        "bloom", "codegen", "deepseek_v4", "falcon_mamba", "gpt_neo", "gpt_oss", "gptj",
+        "granite_swa", "granitemoe_swa", "hy_v4", "mamba", "mamba2", "mimo_v2_flash", "mpt", "rwkv",
+        "xglm", "xlstm",
+    }
+)  # fmt: skip
+"""Families that transformers 5.19 refuses to load with sdpa attention."""
+
+
+def attention_of(config: Mapping[str, Any], wanted: str) -> str:
+    """Return the attention to load a model with: eager if its family has no sdpa."""
+    return "eager" if wanted == "sdpa" and config.get("model_type") in NO_SDPA else wanted
+
+
 def oversized(config: Mapping[str, Any]) -> str:
     """Return the setting of a config.json that exceeds a limit, as a text; "" if none does.
 

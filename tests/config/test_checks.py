@@ -118,7 +118,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("ppo_full", {"rl.critic": "shared", "rl.iterations": 1, "zero.stage": 3},
      ["rl.iterations=3", "rl.critic=separate", "rl.critic=separate"]),
     ("grpo", {"train.sequence_parallel": 2, "model.attn_implementation": "eager"},
-     ["train.sequence_parallel=1"] * 2),
+     ["train.micro_batch_size=1", *["train.sequence_parallel=1"] * 2]),
 ]  # fmt: skip
 
 
@@ -231,7 +231,8 @@ def test_data_files_that_do_not_exist_are_named_together(tmp_path: Path) -> None
 
 
 def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:
-    for changes, named in (({}, ["rollout.engine"]), ({"peft.use_dora": True}, [])):
+    full = {"peft.kind": "none"}
+    for changes, named in (({}, ["rollout.engine"]), ({"peft.use_dora": True}, []), (full, [])):
         known = model.Known(config={"model_type": "qwen2_moe", "num_experts": 4})
         context = Context(settings("grpo", changes), known, Path("/nowhere"))
         assert [finding.what for finding in online.problems(context)] == named

@@ -91,13 +91,16 @@ def test_without_a_network_a_model_is_not_known(
 def test_a_family_that_cannot_be_packed_is_refused(folder: Path) -> None:
     """Training packs sequences, and recurrent layers would carry one into the next."""
     gemma = Known(config=tiny("Gemma2", head_dim=32).to_dict())
-    (capped,) = model.packed("sdpa", gemma)
+    (capped,) = model.packed("sdpa", 1, gemma)
     assert capped.override.startswith("model.attn_implementation=eager")
-    assert list(model.packed("eager", gemma)) == []
-    (folder / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
-    settings = compose_config(["model=hf", f"model.path={folder}"]).settings
-    problems = [str(finding) for finding in findings(settings, folder / "runs")]
-    assert [text for text in problems if text.startswith("model.path: mamba2 ")]
+    assert list(model.packed("eager", 1, gemma)) == []
+    (eager,) = model.packed("eager", 2, gemma)
+    assert eager.severity == "warning"
+    for family in ("mamba2", "gpt_oss"):
+        (folder / "config.json").write_text(json.dumps({"model_type": family}))
+        settings = compose_config(["model=hf", f"model.path={folder}"]).settings
+        problems = [str(finding) for finding in findings(settings, folder / "runs")]
+        assert [text for text in problems if text.startswith(f"model.path: {family} ")]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, foreign_entries, model_files
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora_config import ALL_LINEAR
+from tasks.weights.model_class import attention_of
 from tasks.weights.quantized.config_fields import stored
 from tasks.weights.quantized.nf4 import BLOCKSIZE, LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
 from tasks.weights.quantized.packed import CONV1D
@@ -124,8 +125,9 @@ def problems(context: Context) -> Iterator[Finding]:
         value = f"the base is already quantised ({how})"
         override = "model.path=<the model in bfloat16>"
         yield Finding("model.path", value, "training starts from plain weights", override)
-    yield from packed(model["attn_implementation"], known)
-    yield from _shared_rows(train, model["attn_implementation"], known)
+    attention = attention_of(known.config, model["attn_implementation"])
+    yield from packed(attention, train["micro_batch_size"], known)
+    yield from _shared_rows(train, attention, known)
     yield from head_exists(context.objective, known)
     yield from _router_loss(train, known)
     yield from _adapter(context)
@@ -137,14 +139,14 @@ def problems(context: Context) -> Iterator[Finding]:
         yield Finding("model.kind", value, allowed, _ANOTHER, "warning")
 
 
-def packed(attn_implementation: str, known: Known) -> Iterator[Finding]:
+def packed(attn_implementation: str, micro_batch_size: int, known: Known) -> Iterator[Finding]:
     """Warn of a family whose sequences are padded; refuse attention that leaves out a cap."""
     cap = uncapped(known.config, attn_implementation)
     if cap is not None:
         value = f"{attn_implementation} leaves out the cap of the attention logits at {cap}"
         allowed = "training computes what the model computes"
         yield Finding("model.attn_implementation", value, allowed, CAPPED)
-    elif why := why_padded(known.config):
+    elif micro_batch_size > 1 and (why := why_padded(known.config, attn_implementation)):
         allowed = "its sequences are padded to the longest of a micro-batch instead of packed"
         override = "train.micro_batch_size=1 pads nothing"
         yield Finding("model.path", why, allowed, override, "warning")

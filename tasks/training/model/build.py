@@ -26,7 +26,9 @@ from tasks.training.engine.partitions import full_shape, whole
 from tasks.training.job import TrainJob
 from tasks.training.model.adapter import add_adapter, continue_adapter
 from tasks.training.model.packed_model import accept_packed_rows
-from tasks.weights.model_class import language_class, other_towers
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.folder import CONFIG
+from tasks.weights.model_class import attention_of, language_class, other_towers
 from tasks.weights.quantized.nf4 import keep_as_loaded
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -98,9 +100,10 @@ def _load_base(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     settings = job.settings
+    attention = attention_of(read_json(job.base / CONFIG), settings.attn_implementation)
     loading: dict[str, Any] = {
         "dtype": DTYPES[settings.dtype],
-        "attn_implementation": settings.attn_implementation,
+        "attn_implementation": attention,
         "trust_remote_code": settings.trust_remote_code,
     }
     extra: dict[str, Any] = {}

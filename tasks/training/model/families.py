@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.drift.fingerprint import EXPERTS
+from tasks.weights.model_class import attention_of
 
 ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
 """Layer types that packing supports (`layer_types` of config.json)."""
@@ -35,7 +36,7 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 """Names of the weight of the router loss in config.json."""
 
 
-def why_padded(config: Mapping[str, Any]) -> str:
+def why_padded(config: Mapping[str, Any], attn_implementation: str) -> str:
     """Return the reason why sequences of this model are padded instead of packed; "" if packed."""
     text = {**config, **(config.get("text_config") or {})}
     family = str(text.get("model_type", "this family"))
@@ -48,6 +49,8 @@ def why_padded(config: Mapping[str, Any]) -> str:
         return f"{family} chooses tokens by an index of the row"
     if family in ALIBI or text.get("alibi"):
         return f"{family} biases attention by distances along the row (ALiBi)"
+    if attention_of(config, attn_implementation) == "eager":
+        return f"{family} is computed with eager attention"
     return ""
 
 

@@ -115,9 +115,9 @@ def _must_pad(model: Any) -> bool:
     """Return True if packed sequences would influence each other, as far as is known."""
     parameters = inspect.signature(trunk_of(model).forward).parameters
     stateful = getattr(model, "_is_stateful", False)
-    known = why_padded(model.config.to_dict())
+    known = why_padded(model.config.to_dict(), model.config._attn_implementation)
     # Packed attention is ours or flash; other attention has no mask that keeps sequences apart.
-    masked = not model._supports_attention_backend or model.config._attn_implementation == "eager"
+    masked = not model._supports_attention_backend
     return bool(known) or stateful or masked or "position_ids" not in parameters
 
 

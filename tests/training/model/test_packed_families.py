@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tasks.core.errors import ConfigError, TrainingError
+from tasks.serving.reference.load import from_folder
 from tasks.training.job import Peft
 from tasks.training.losses import objective
 from tasks.training.model.adapter import add_adapter
@@ -25,7 +26,7 @@ from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.passes import Passes
 from tasks.training.tokens.order import Dealt, Totals
 from tasks.training.tokens.packing import pack, trial_row
-from tasks.weights.model_class import auto_class, language_class, other_towers
+from tasks.weights.model_class import NO_SDPA, auto_class, language_class, other_towers
 from tests.training.datasets import alone, make_examples
 from tests.vision import FAMILIES as VISION
 from tests.vision import make_config
@@ -147,15 +148,32 @@ LINEAR = {
     "linear_conv_kernel_dim": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "head_dim": 8,
 }  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 PADDED: dict[str, dict[str, Any]] = {
     "bloom": {"n_head": 4, "n_layer": 2},
+    "falcon_h1": {"mamba_d_ssm": 64, **MAMBA},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], **MAMBA},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {
         "attention_chunk_size": 8, "head_dim": 8, "intermediate_size_mlp": 64,
         "num_local_experts": 2,
     },
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 1, "head_dim": 8,
+    },
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, **LINEAR,
+    },
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"], **LINEAR},
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, **LINEAR,
+    },
     "glm_moe_dsa": {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
         "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
@@ -164,20 +182,21 @@ PADDED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Families with ALiBi, convolutional, chunked, recurrent, linear or indexed attention."""
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
 SIZES = {
     "vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
 }  # fmt: skip
 
 
-def test_sequences_of_eager_attention_do_not_see_each_other() -> None:
-    """Gpt-oss does not see in the positions where a sequence begins."""
+def test_sequences_of_eager_attention_do_not_see_each_other(tmp_path: Path) -> None:
+    """Gpt-oss, which is loaded so, does not see in the positions where a sequence begins."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gpt_oss", **sizes)
-    require_rows_as_alone(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    config = AutoConfig.for_model("gpt_oss", **SIZES, **GPT_OSS)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    require_rows_as_alone(from_folder(None, tmp_path, dtype="float32").train())
 
 
 @pytest.mark.parametrize("family", default_or_slow(PADDED, ["qwen3_5_text"]))
@@ -185,9 +204,18 @@ def test_padded_sequences_have_the_losses_and_gradients_of_unpadded_ones(family:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **{**SIZES, **PADDED[family]})
-    assert why_padded(config.to_dict())
+    assert why_padded(config.to_dict(), "sdpa")
     torch.manual_seed(0)
     require_rows_as_alone(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train())
+
+
+def test_families_without_sdpa_are_those_of_transformers() -> None:
+    """Loaded with sdpa, the default, they fail after data and base were prepared."""
+    from transformers import AutoModelForCausalLM
+
+    families = {*NO_SDPA, *PADDED, "llama", "gemma3_text", "qwen3_moe"}
+    classes = {name: AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[name]] for name in families}
+    assert {name for name, each in classes.items() if not each._supports_sdpa} == NO_SDPA
 
 
 def test_attention_that_leaves_out_a_cap_is_refused() -> None:

@@ -76,12 +76,14 @@ class Experience:
         assert self.examples is not None
         return self.examples.lengths.sum(axis=1)
 
-    def rows(self, world_size: int, rank: int, size: int) -> list[tuple[int, ...]]:
+    def rows(
+        self, world_size: int, rank: int, size: int, *, padded: bool = False
+    ) -> list[tuple[int, ...]]:
         """Return this rank's rows, as numbers of responses; every rank gets equally many."""
         lengths = self.sequence_lengths
         count = -(-len(lengths) // (size * world_size)) * world_size
         count = min(count, len(lengths) // world_size * world_size)
-        return [tuple(row) for row in deal(lengths, count)[rank::world_size]]
+        return [tuple(row) for row in deal(lengths, count, padded=padded)[rank::world_size]]
 
     def with_measurements(
         self,

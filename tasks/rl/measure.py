@@ -6,6 +6,7 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,10 @@ class ExperienceScorer:
     def measure(self, experience: Experience) -> Experience:
         """Add the log-probabilities by policy and reference and the critic's values, per token."""
         setup, outputs = self.setup, TokenOutputs(self.setup.rollout.temperature)
-        size = setup.job.settings.batch.micro_batch_size
+        measured = partial(
+            measure_tokens, ranks=setup.ranks, padded=setup.padded,
+            size=setup.job.settings.batch.micro_batch_size,
+        )  # fmt: skip
 
         def of_policy(row: Row) -> dict[str, torch.Tensor]:
             logprobs = {"old": setup.engine(row=row, outputs=outputs)}
@@ -73,13 +77,11 @@ class ExperienceScorer:
             return logprobs
 
         setup.engine.eval()
-        experience = measure_tokens(experience, setup.ranks, size=size, measure=of_policy)
+        experience = measured(experience, measure=of_policy)
         if setup.critic is not None:
             with setup.critic.active() as engine:
                 engine.eval()
-                experience = measure_tokens(
-                    experience, setup.ranks, size=size, measure=lambda row: {"values": engine(row)}
-                )
+                experience = measured(experience, measure=lambda row: {"values": engine(row)})
                 engine.train()
         setup.engine.train()
         return experience
@@ -158,13 +160,14 @@ def measure_tokens(
     ranks: Ranks,
     *,
     size: int,
+    padded: bool = False,
     measure: Callable[[Row], Mapping[str, torch.Tensor]],
 ) -> Experience:
     """Measure every token, each rank its own rows of `size` responses, without gradients.
 
     `measure` returns (tokens of the row,) tensors by name.
     """
-    rows = experience.rows(ranks.world_size, ranks.rank, size)
+    rows = experience.rows(ranks.world_size, ranks.rank, size, padded=padded)
     with torch.no_grad():
         measured = [measure(experience.row(chosen).to(ranks.device)) for chosen in rows]
     by_name = {name: [of_row[name] for of_row in measured] for name in measured[0]}

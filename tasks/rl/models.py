@@ -100,6 +100,11 @@ class Setup:
         return self.online.rollout
 
     @property
+    def padded(self) -> bool:
+        """True if the policy's rows are padded instead of packed."""
+        return bool(model_of(self.engine.module).padded_rows)
+
+    @property
     def has_reference(self) -> bool:
         """True if a setting needs the KL to the reference, the policy before its first step."""
         return self.loop.kl_coef > 0 or self.loop.kl_limit is not None

@@ -31,8 +31,7 @@ def minibatches(
 ) -> Iterator[tuple[Rows, Totals]]:
     """Yield this rank's rows of every minibatch of all epochs, each epoch in an order of its own.
 
-    Rows have about equally many tokens. The rest of an epoch that fills no minibatch is left out.
-    Totals are over all rows and ranks.
+    The rest of an epoch that fills no minibatch is left out. Totals are over all rows and ranks.
     """
     settings, ranks = setup.job.settings, setup.ranks
     size = settings.batch.global_batch_size
@@ -43,7 +42,7 @@ def minibatches(
         places = order.permutation(len(lengths))
         for start in range(0, len(places) - size + 1, size):
             chosen = places[start : start + size]
-            rows = deal(lengths[chosen], count)[ranks.rank :: ranks.world_size]
+            rows = deal(lengths[chosen], count, padded=setup.padded)[ranks.rank :: ranks.world_size]
             counted = torch.from_numpy(chosen)
             if setup.loop.mask_truncated:
                 counted = counted[~experience.truncated[counted]]

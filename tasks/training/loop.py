@@ -24,6 +24,7 @@ from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Optim, TrainJob
 from tasks.training.losses import Loss
+from tasks.training.model.packed_model import model_of
 from tasks.training.passes import Passes, add_up
 from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped
 from tasks.training.tokens.examples import Examples
@@ -56,7 +57,10 @@ class Trainer:
         step, or a checkpoint could not be written.
         """
         settings, progress, ranks = self.job.settings, self.progress, self.passes.ranks
-        order = Order(self.examples, settings.batch, seed=settings.seed, world_size=ranks.replicas)
+        order = Order(
+            self.examples, settings.batch, seed=settings.seed, world_size=ranks.replicas,
+            padded=model_of(self.passes.engine.module).padded_rows,
+        )  # fmt: skip
         if ranks.first:
             keep_in(self.job.checkpoints)
             epochs = order.epoch_at(order.steps)

@@ -181,6 +181,7 @@ def test_masked_responses_leave_the_totals_of_a_minibatch(masked: bool) -> None:
         ranks=SimpleNamespace(world_size=1, rank=0),
         loop=Loop(mask_truncated=masked),
         rollout=SimpleNamespace(max_new_tokens=9),
+        padded=False,
     )
     ((_, totals),) = minibatches(setup, 1, experience)
     counted = [n for n, ended in zip(experience.lengths.tolist(), ENDS, strict=True) if ended]

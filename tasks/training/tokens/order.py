@@ -4,7 +4,8 @@ The order depends on the seed alone; every rank computes all of it, without comm
 epoch is shuffled differently, and a step takes the next `global_batch_size` examples of it; the
 last step of an epoch takes what is left, as in HF's Trainer. Within a step they are dealt to ranks
 x accumulation steps rows, longest first, each into the row with the fewest tokens so far. So rows
-that are computed at the same time have about equally many tokens.
+that are computed at the same time have about equally many tokens. Rows that are padded get examples
+of similar length instead.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ class Step(NamedTuple):
 class Order:
     """Order of the examples in a training run, the same on every rank.
 
-    `world_size` counts ranks, or groups of ranks that share their rows.
+    `world_size` counts ranks, or groups of ranks that share their rows. `padded`: see `deal`.
     """
 
-    def __init__(self, examples: Examples, batch: Batch, *, seed: int, world_size: int) -> None:
+    def __init__(
+        self, examples: Examples, batch: Batch, *, seed: int, world_size: int, padded: bool = False
+    ) -> None:
         self._lengths, self._supervised = examples.lengths, examples.supervised
         self._size, self._seed, self._world = batch.global_batch_size, seed, world_size
+        self._padded = padded
         self._shuffled: tuple[int, NDArray[np.int64]] | None = None
         self._accumulation = batch.accumulation(world_size)
         self._per_epoch = math.ceil(len(examples) / self._size)
@@ -79,22 +83,30 @@ class Order:
             self._shuffled = epoch, generator.permutation(len(self._lengths))
         chosen = self._shuffled[1][before * self._size : (before + 1) * self._size]
         lengths = self._lengths[chosen].sum(axis=1)
-        dealt = deal(lengths, self._accumulation * self._world)[rank :: self._world]
+        rows = deal(lengths, self._accumulation * self._world, padded=self._padded)
         spare = Dealt((int(chosen[np.argmin(lengths)]),), counted=False)
-        rows = (Dealt(tuple(chosen[row].tolist())) if row else spare for row in dealt)
-        return Step(tuple(rows), Totals.of(self._supervised[chosen], self._lengths[chosen]))
+        mine = rows[rank :: self._world]
+        dealt = (Dealt(tuple(chosen[row].tolist())) if row else spare for row in mine)
+        return Step(tuple(dealt), Totals.of(self._supervised[chosen], self._lengths[chosen]))
 
 
-def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int]]:
+def deal(
+    lengths: Sequence[int] | NDArray[np.int64], rows: int, *, padded: bool = False
+) -> list[list[int]]:
     """Deal items into `rows` rows of about equal sums; with fewer items than rows some are empty.
 
     Items go longest first into the shortest row (Graham 1969, SIAM J. Appl. Math. 17(2): the
     longest row is at most 4/3 of the optimum). Ties go to the row with fewer items, then to the
     first. Returns item numbers of each row; rows by descending sum.
+
+    Rows that are `padded` to their longest item get neighbours in length, and equally many.
     """
+    order = sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i))
+    if padded:
+        return [part.tolist() for part in np.array_split(np.array(order), rows)]
     heap: list[tuple[int, int, int]] = [(0, 0, row) for row in range(rows)]
     dealt: list[list[int]] = [[] for _ in range(rows)]
-    for item in sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i)):
+    for item in order:
         total, count, row = heap[0]
         dealt[row].append(item)
         heapq.heapreplace(heap, (total + int(lengths[item]), count + 1, row))

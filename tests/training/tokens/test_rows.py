@@ -73,6 +73,28 @@ def test_an_epoch_has_every_example_once(count: int, epochs: int, ranks: int) ->
     assert order.epoch_at(order.steps) == epochs
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_padded_rows_hold_sequences_of_similar_length(ranks: int) -> None:
+    """Dealt as packed rows are, passes would compute twice the real tokens."""
+    lengths = np.random.default_rng(0).lognormal(5, 0.5, 512).astype(int) + 1
+    examples, batch = make_examples(lengths.tolist()), Batch(8, 128, max_len=8192)
+    packed, padded = (
+        Order(examples, batch, seed=0, world_size=ranks, padded=padded) for padded in (False, True)
+    )
+    computed = 0
+    for step in range(1, 5):
+        mine = [padded.step(step, rank) for rank in range(ranks)]
+        others = [packed.step(step, rank) for rank in range(ranks)]
+        rows, before = ([row for each in dealt for row in each.rows] for dealt in (mine, others))
+        assert {len(row.chosen) for row in rows} == {8}
+        assert sorted(i for row in rows for i in row.chosen) == sorted(
+            i for row in before for i in row.chosen
+        )
+        assert {each.totals for each in mine} == {each.totals for each in others}
+        computed += sum(8 * lengths[list(row.chosen)].max() for row in rows)
+    assert computed < 1.15 * lengths.sum()
+
+
 def spans(row: Row) -> list[tuple[int, int]]:
     """Return begin and end of each sequence in the row, in the order of `ends`."""
     return [(int(e) - int(row.positions[0, e]), int(e) + 1) for e in row.ends]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.rl.prompts import load_prompts
+from tasks.serving.prompts import render
 from tasks.training.tokens.chat import Turns, Unfit, encode_conversations
 from tasks.training.tokens.examples import Tokens
+from tests.training.datasets import SingleRank
 
 Turn = tuple[str, str]
 
@@ -182,16 +187,20 @@ MESSAGES = [
 ]
 
 
-def encode_call(tokenizer, without: str = "") -> Tokens | Unfit:
-    """Encode `MESSAGES` with a ChatML template that may lack a part."""
+def calling(without: str = "") -> str:
+    """Return a ChatML template that may lack a part."""
     parts = {**PARTS, without: ""}
-    template = (
+    return (
         f"{parts['tools']}{EACH}<|im_start|>{{{{ m.role }}}}\n{{% if m.role == 'tool' %}}"
         f"{parts['results']}{{% else %}}{parts['reasoning']}{{{{ m.content }}}}{parts['calls']}"
         "{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    return encode(tokenizer, Turns(MESSAGES, 0, tools=SCHEMAS), template)
+
+
+def encode_call(tokenizer, without: str = "") -> Tokens | Unfit:
+    """Encode `MESSAGES`."""
+    return encode(tokenizer, Turns(MESSAGES, 0, tools=SCHEMAS), calling(without))
 
 
 def test_calls_reasoning_and_answers_bear_loss_and_results_do_not(tokenizer) -> None:
@@ -203,6 +212,24 @@ def test_calls_reasoning_and_answers_bear_loss_and_results_do_not(tokenizer) -> 
     assert isinstance(tokens, Tokens)
     prompt = np.asarray(tokens.ids)[: int(np.argmax(np.asarray(tokens.bears)))]
     assert '"name": "weather"' in tokenizer.decode(prompt)
+
+
+@pytest.mark.parametrize("count", [2, 4], ids=["a call", "an answer to a result"])
+def test_prompts_with_tools_have_the_tokens_that_training_saw(
+    tokenizer, count: int, tmp_path: Path
+) -> None:
+    """An evaluation or a rollout of other prompts would show another model than was trained."""
+    row = {"id": "a", "messages": MESSAGES[:count], "tools": SCHEMAS}
+    trained = encode(tokenizer, Turns(row["messages"], count - 1, tools=SCHEMAS), calling())
+    assert isinstance(trained, Tokens)
+    prompt = np.asarray(trained.ids)[: int(np.argmax(trained.bears))].tolist()
+    served = copy.copy(tokenizer)
+    served.chat_template = calling()
+    served.save_pretrained(tmp_path)
+    (path := tmp_path / "train.jsonl").write_text(json.dumps(row))
+    (sampled,) = load_prompts(path, tokenizer=served, limit=512, ranks=SingleRank())
+    assert render(tmp_path, [row]).tokens == [prompt]
+    assert sampled.ids.tolist() == prompt
 
 
 @pytest.mark.parametrize(

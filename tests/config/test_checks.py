@@ -231,8 +231,7 @@ def test_data_files_that_do_not_exist_are_named_together(tmp_path: Path) -> None
 
 
 def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:
-    full = {"peft.kind": "none"}
-    for changes, named in (({}, ["rollout.engine"]), ({"peft.use_dora": True}, []), (full, [])):
+    for changes, named in (({}, ["rollout.engine"]), ({"peft.use_dora": True}, [])):
         known = model.Known(config={"model_type": "qwen2_moe", "num_experts": 4})
         context = Context(settings("grpo", changes), known, Path("/nowhere"))
         assert [finding.what for finding in online.problems(context)] == named

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -128,8 +128,7 @@ class OnlineTrainer:
         with clock.phase("estimate"):
             experience, estimated = self._scorer.estimate(experience, self._kl_coef, iteration)
         record |= estimated
-        if "kl_k1" in record:
-            self._kl_coef = adapted(self._kl_coef, record["kl_k1"], len(responses), setup.loop)
+        self._kl_coef = adapted(self._kl_coef, record, len(responses), setup.loop)
         with clock.phase("update"), self.states.on_device():
             record |= self._updater.update(iteration, experience, of=self._last)
         if self._ahead is not None:
@@ -187,14 +186,14 @@ def iterations(loop: Loop, batch: Batch, prompts: int) -> int:
     return max(1, math.ceil(batch.epochs * prompts / loop.rollout_batch_size))
 
 
-def adapted(coef: float, kl: float, responses: int, loop: Loop) -> float:
-    """Return the KL coefficient after an iteration with this KL, in nats per token.
+def adapted(coef: float, record: Mapping[str, float], responses: int, loop: Loop) -> float:
+    """Return the KL coefficient after an iteration with these metrics.
 
     Without `rl.kl_target` it is constant. Else the proportional controller of arXiv:1909.08593,
     2.2, eq. 4: the relative error e = kl / target - 1, clipped to +-0.2, multiplies it by
     (1 + e)^(responses / horizon), of which the paper's factor is the first-order approximation.
     """
-    if loop.kl_target is None:
+    if loop.kl_target is None or coef == 0:
         return coef
-    error = min(max(kl / loop.kl_target - 1, -0.2), 0.2)
+    error = min(max(record["kl_k1"] / loop.kl_target - 1, -0.2), 0.2)
     return float(coef * (1 + error) ** (responses / loop.kl_horizon))

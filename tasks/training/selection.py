@@ -69,14 +69,19 @@ def evaluate_if_due(
     last: int,
     evaluate: Callable[[str], Mapping[str, float]],
 ) -> bool:
-    """Evaluate the weights after a step if it is due; return True if a checkpoint is due, too."""
+    """Evaluate the weights after a step if it is due; return True if a checkpoint is due, too.
+
+    The last step has one, so that a failure to measure or write what was trained costs no step.
+    """
     how, improved = settings.evaluate, False
     if due(how.eval_steps, progress.step) or progress.step == last:
         sign = direction(settings.objective, how.best_metric)
         measures = evaluate("after" if progress.step == last else "during")
         improved = judge(progress, measures, how, sign)
+    if progress.step == last or has_stopped(progress, how):
+        return settings.save_steps > 0
     wanted = improved and (how.keep == "best" or settings.save_steps > 0)
-    return progress.step < last and (wanted or due(settings.save_steps, progress.step))
+    return wanted or due(settings.save_steps, progress.step)
 
 
 def may_save(settings: Settings, step: int) -> bool:

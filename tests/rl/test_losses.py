@@ -174,9 +174,10 @@ def test_one_extreme_token_does_not_decide(nats: float) -> None:
 def test_the_adaptive_coefficient_moves_by_the_relative_error(
     measured: float, responses: int, factor: float
 ) -> None:
-    loop = Loop(kl_target=0.02, kl_horizon=100)
-    assert adapted(0.1, measured, responses, loop) == pytest.approx(0.1 * factor, rel=1e-12)
-    assert adapted(0.3, measured, responses, Loop()) == 0.3
+    loop, record = Loop(kl_target=0.02, kl_horizon=100), {"kl": 9.0, "kl_k1": measured}
+    assert adapted(0.1, record, responses, loop) == pytest.approx(0.1 * factor, rel=1e-12)
+    assert adapted(0.3, record, responses, Loop()) == 0.3
+    assert adapted(0.0, {}, responses, loop) == 0.0  # nothing measures the KL
 
 
 def test_mismatch() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tasks.core.errors import ArtifactError
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.serving.prompts import stop_ids
 from tasks.serving.reference import child
 from tests.serving.models import CONVERSATIONS, END, load
 
@@ -44,6 +45,13 @@ def test_greedy_equals_generate(scorer: ReferenceScorer, served: Path) -> None:
         assert [max(step, key=lambda pair: pair[1])[1] for step in steps] == [
             dict(step)[token] for step, token in zip(steps, tokens, strict=True)
         ]
+
+
+def test_an_id_that_only_config_json_names_ends_responses(tmp_path: Path) -> None:
+    """Rollouts, reward models, rendering and smoke tests all stop where a server does."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
+    assert stop_ids(tmp_path, 2) == [2, 5, 7, 9]
 
 
 def test_a_missing_tensor_is_refused_and_not_made_up(

@@ -28,12 +28,13 @@ CUT_AT = 36
 
 @dataclass(frozen=True)
 class Wanted:
-    """A job: its settings, kinds of base and data, and the job whose step 2 it resumes from."""
+    """A job: its settings, kinds of base and data, and the job and step it resumes from."""
 
     settings: Settings
     base: str = "tied"
     data: str = "words"
     resumes: str | None = None
+    at: int = 2
 
     def but(self, **changes: Any) -> Wanted:
         """Return the job with changed settings."""
@@ -180,11 +181,12 @@ for name, settings in RESUMES.items():
     data = DATA_OF[settings.objective]
     JOBS[f"whole_{name}"] = Wanted(settings, data=data)
     JOBS[f"again_{name}"] = Wanted(settings, data=data, resumes=f"whole_{name}")
+JOBS["ended_lora_3"] = replace(JOBS["again_lora_3"], at=5)
 for name in SHARED:
     JOBS |= {f"{name}_over_{sharing}": shared(name, sharing) for sharing in (1, 2)}
 DEFAULT = (
     "full_zero3", "qlora_zero2", "rows_untied_zero2", "reward_lora_zero3", "whole_lora_3",
-    "again_lora_3", "best", "dpo_over_1", "dpo_over_2", "diverges",
+    "again_lora_3", "ended_lora_3", "best", "dpo_over_1", "dpo_over_2", "diverges",
 )  # fmt: skip
 """Jobs of the default suite, with every kind of file, objective, restart and sharing once."""
 
@@ -243,7 +245,7 @@ class Trained:
         for name, job in wanted.items():
             resume = None
             if job.resumes:
-                resume = jobs[job.resumes].checkpoints / "step-00000002"
+                resume = jobs[job.resumes].checkpoints / f"step-{job.at:08d}"
             inputs = self._base(job.base), self._data(job.data)
             more = {"resume": resume, "max_truncated": 0.4}
             jobs[name] = make_job(folder / name, job.settings, *inputs, **more)
@@ -265,6 +267,8 @@ class Trained:
         if kind == "chatty":
             return save_chatty(path)
         save_base(path, self._tokenizer, **sizes[kind])
+        if kind == "tied":  # many bases have none, and no reward model should need it
+            (path / "generation_config.json").unlink()
         if kind == "rows_untied":
             from tasks.weights.tokens.add_tokens import grow
 

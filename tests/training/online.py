@@ -96,6 +96,7 @@ SLOW = {
     "still": Run({**ONE_EPOCH, "kl_coef": 0.0, "iterations": 1}, {**ONE_STEP, **STILL}),
     "separate_lora": Run(SEPARATE, {"zero": Zero(3)}),
     "separate_lora_resumed": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora"),
+    "separate_lora_ended": Run(SEPARATE, {"zero": Zero(3)}, resumes="separate_lora", at=3),
     "reference_zero2": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(2)}),
     "reference_zero3": Run({"iterations": 2}, {**FULL_GRPO, "zero": Zero(3)}),
     "dapo": Run(DAPO, {"objective": "dapo"}, base="chatty"),

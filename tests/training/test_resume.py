@@ -13,13 +13,22 @@ import pytest
 import torch
 
 from tasks.core.errors import StageProcessError, TrainingError
+from tasks.train import _Events, _launch
 from tasks.training.engine.checkpoint import complete
-from tasks.training.engine.failure import explain, ran_out_of_memory, smaller
+from tasks.training.engine.failure import (
+    MARGIN_S,
+    WATCHDOG,
+    collective_timeout_s,
+    explain,
+    ran_out_of_memory,
+    smaller,
+)
 from tasks.training.engine.saving import convert
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
 from tests.training.jobs import DEFAULT, RESUMES, Trained
 from tests.training.places import (
+    LOG,
     at_step,
     kill_ranks,
     losses,
@@ -51,6 +60,12 @@ def test_every_byte_that_is_published_is_equal(trained: Trained, name: str) -> N
     steps = [path.name for path in complete(again.checkpoints)]
     assert "step-00000004" in steps
     assert "step-00000002" not in steps, "it started from the beginning"
+
+
+def test_a_run_that_fails_after_the_last_step_repeats_none(trained: Trained) -> None:
+    whole, ended = trained["whole_lora_3"], trained["ended_lora_3"]
+    require_same_artifact(whole.out, ended.out)
+    assert results(ended)["metrics"]["train_s"] == results(whole)["metrics"]["train_s"]
 
 
 @pytest.mark.slow
@@ -144,6 +159,23 @@ def test_a_rank_that_is_stopped_or_dies_ends_all_of_them(
     assert all(name in report for name in (("rank 0", "15 s") if stopped else ("SIGKILL",)))
     assert rank_pids(tmp_path) == []
     assert complete(tmp_path / "checkpoints")
+
+
+def test_ranks_that_wait_too_long_name_the_timeout(tmp_path: Path, base: Path) -> None:
+    """NCCL ends the process and raises nothing; rollouts may take longer than a step."""
+    settings = replace(SETTINGS, launch=Launch(collective_timeout_s=400))
+    job = TrainJob(settings, base, "b", *[tmp_path] * 3)
+
+    def run(*_: object, **__: object) -> list[str]:
+        raise StageProcessError("train", 1, [f"[rank1]: {WATCHDOG}: x", "exit status 1"])
+
+    with pytest.raises(TrainingError, match="waited 400 s") as caught:
+        _launch(job, run, _Events(None, LOG, 64), None, {})
+    assert "train.collective_timeout_s" in caught.value.hint
+    for seconds, wanted in ((900, 900 + MARGIN_S), (10, 400)):
+        online = {"rollout": {"timeout_s": seconds}}
+        job = replace(job, settings=replace(settings, online=online))
+        assert collective_timeout_s(job) == wanted
 
 
 def test_out_of_memory_names_rank_and_settings(tmp_path: Path, base: Path) -> None:

@@ -12,6 +12,8 @@ import torch
 from flows.cli.config import compose_config
 from tasks.config.sections import Optim, Resume, Scheduler
 from tasks.core.errors import ConfigError
+from tasks.training.engine.zero_config import deepspeed_config
+from tasks.training.job import Peft, Zero
 from tasks.training.loop import schedule
 from tests.settings import Batch, Settings
 
@@ -39,6 +41,28 @@ def test_every_setting_of_training_is_read_from_the_configuration() -> None:
     assert flat["loss"] == sections["train"]["loss"]
     assert all(value == sections["train"].get(name, value) for name, value in flat.items())
     assert json.loads(json.dumps(document["peft"])) == sections["peft"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "optimizer", "fused"),
+    [(True, "none", True), (False, "none", None), (True, "cpu", None)],
+)
+def test_the_fused_optimizer_runs_on_gpus_alone(
+    gpu: bool, optimizer: str, fused: bool | None
+) -> None:
+    """torch's AdamW makes a kernel per tensor without it; CPUAdam does not know the argument."""
+    config = deepspeed_config(Settings(zero=Zero(2, offload_optimizer=optimizer)), 2, gpu=gpu)
+    parameters = config["optimizer"]["params"]
+    assert parameters.get("fused") == fused
+    assert parameters["torch_adam"] == (optimizer == "none")
+
+
+def test_zero3_keeps_small_adapters_whole() -> None:
+    """Each factor of a LoRA below the threshold saves a gather in every layer and pass."""
+    for peft, chosen, threshold in (("none", None, 10**5), ("lora", None, 10**6), ("lora", 7, 7)):
+        zero = Zero(3, persistence_threshold=chosen)
+        config = deepspeed_config(Settings(peft=Peft(peft), zero=zero), 2)["zero_optimization"]
+        assert config["stage3_param_persistence_threshold"] == threshold
 
 
 STEPS, WARMUP = 40, 5

@@ -79,7 +79,10 @@ def test_a_slow_server_gets_fewer_requests_and_a_verdict(monkeypatch: pytest.Mon
         server = SlowServer(made.probes, {"tuned": noisy(made.trained, 1)}, sampling=settings)
         check = sampling(Asked(server, "tuned", None, made.reference()))
         assert check.verdict == verdict
-        assert 128 <= float(check.measured["samples"]) <= 250
+        assert 128 <= check.measured["samples"] <= 250
+        answered = clock[0] / 5 - 1
+        assert check.measured["left_out"] == 64 - answered
+        assert f"{64 - answered:.0f} of 64 requests" in check.text
 
 
 def test_recorded_settings_are_expected() -> None:

@@ -109,8 +109,12 @@ def sampling(asked: Asked) -> Row:
     tests = [(surprisal_of(rows, settings), settings) for settings in candidates]
     test, settings = min(tests, key=lambda test: abs(test[0].excess))
     count, mean, excess, deviation = test
+    late, slow = len(made) - len(rows), ""
+    if late:
+        slow = f" ({late} of {len(made)} requests left out: the server is slow)"
+    sizes = {"samples": float(count), "left_out": float(late)}
     if count < FEWEST:
-        return Row(name, "unknown", f"{count} sampled tokens are too few", {"samples": count})
+        return Row(name, "unknown", f"{count} sampled tokens are too few{slow}", sizes)
     # Rounding of the server's logits moves a mean by at most sqrt(2 KL) standard deviations.
     doubt = DOUBT + (2 * kl * count) ** 0.5 / max(settings.temperature, 0.02)
     allowed = doubt * deviation + SLACK
@@ -118,11 +122,11 @@ def sampling(asked: Asked) -> Row:
         "z": excess / max(deviation, 1e-9),
         "surprisal": mean + excess,
         "excess": excess,
-        "samples": float(count),
+        **sizes,
     }
     seen = (
-        f"{count} tokens, sampled without parameters, have a surprisal of {mean + excess:.2f} "
-        f"nats, expected {mean:.2f} +- {allowed:.2f}"
+        f"{count} tokens, sampled without parameters{slow}, have a surprisal of "
+        f"{mean + excess:.2f} nats, expected {mean:.2f} +- {allowed:.2f}"
     )
     if abs(excess) > allowed:
         how = "a higher temperature" if excess > 0 else "a lower temperature or a cut-off"

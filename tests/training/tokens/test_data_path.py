@@ -71,11 +71,14 @@ def test_labelled_answers_and_their_mismatches(base: Path, tmp_path: Path, token
 
 
 @pytest.mark.parametrize(
-    ("mask", "count", "without_loss"), [("last_answer", 2, 1), ("every_answer", 4, 0)]
+    ("how", "count", "without_loss"), [({"mask": "last_answer"}, 2, 1), ({}, 4, 0)]
 )
-def test_masks(base: Path, tmp_path: Path, capfd, mask: str, count: int, without_loss: int) -> None:
+def test_masks(
+    base: Path, tmp_path: Path, capfd, how: dict[str, str], count: int, without_loss: int
+) -> None:
+    """Without a setting all answers bear loss, as users of TRL and LLaMA-Factory expect."""
     rows = [{"id": "x", "messages": [user("a"), answer("b"), user("c"), answer("d")]}]
-    examples = load_rows(tmp_path, base, rows, CONVERSATIONS, mask=mask, max_len=200)
+    examples = load_rows(tmp_path, base, rows, CONVERSATIONS, max_len=200, **how)
     assert examples.supervised.tolist() == [[count]]
     (told,) = data_events(capfd)
     assert told["without_loss"] == without_loss

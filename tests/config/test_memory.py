@@ -149,13 +149,28 @@ def test_a_stage_reserves_every_gpu_that_it_uses(monkeypatch: pytest.MonkeyPatch
         assert device_names(composed, needs) == uuids, needs
 
 
-def test_processes_that_share_a_model_need_whole_heads_and_a_gpu_each() -> None:
+def test_processes_that_share_a_model_divide_it_as_vllm_does() -> None:
+    """Heads, key-value heads or copies of them, widths, the padded vocabulary; a GPU each."""
     key = "smoke.tensor_parallel"
-    assert [*shareable(key, 4, QWEN_7B, gpus=8), *shareable(key, 1, {})] == []
-    (finding,) = shareable(key, 8, QWEN_7B, gpus=8)
-    assert (finding.found, finding.override) == ("8", f"{key}=4")
-    (finding,) = shareable(key, 8, QWEN_72B, gpus=2)
-    assert finding.override == f"{key}=2"
+    small = QWEN_7B | {
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+    }
+    middle = small | {"num_attention_heads": 12, "intermediate_size": 8960}
+    odd = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    for processes, text, gpus, ranks, wanted in (
+        (4, QWEN_7B, 8, 0, None), (1, {}, 0, 0, None), (4, {}, 8, 0, None),
+        (8, QWEN_7B, 8, 0, 4), (8, QWEN_72B, 2, 0, 2), (8, QWEN_72B, 7, 0, 4),
+        (7, small, 8, 0, 2), (12, middle, 16, 0, 4), (6, odd, 8, 0, 4),
+        (3, {"num_attention_heads": 12, "moe_intermediate_size": 1408}, 8, 0, 2),
+        (3, {"num_attention_heads": 12, "vocab_size": 151936}, 8, 0, 2),
+        (3, {"num_attention_heads": 12, "vocab_size": 49152}, 8, 0, None),
+        (4, QWEN_7B, 0, 6, 2), (3, QWEN_7B, 0, 6, 2), (8, {}, 0, 4, 4),
+    ):  # fmt: skip
+        problems = list(shareable(key, processes, text, gpus=gpus, ranks=ranks))
+        advised = [f"{key}={wanted}"] if wanted else []
+        assert [problem.override for problem in problems] == advised, (processes, text)
 
 
 def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[Memory, list[str]]:

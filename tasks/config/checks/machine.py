@@ -16,6 +16,8 @@ from tasks.core.finding import Finding
 GIB = 2**30
 _LARGE = 10**9
 """Parameters of a model that nobody trains on CPUs on purpose."""
+_DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+"""Numbers of a model's config.json that vLLM divides among the processes that share it."""
 
 
 def problems(context: Context) -> Iterator[Finding]:
@@ -84,19 +86,38 @@ def smoke_engine(engine: str, *, is_reward: bool) -> Iterator[Finding]:
 
 
 def shareable(
-    key: str, processes: int, text: Mapping[str, Any], *, gpus: int = 0
+    key: str, processes: int, text: Mapping[str, Any], *, gpus: int = 0, ranks: int = 0
 ) -> Iterator[Finding]:
-    """Check that processes can share a model: vLLM divides its attention heads.
+    """Check that processes can share a model as vLLM divides it.
 
-    `gpus` is the number of visible GPUs if each process needs one of its own.
+    `gpus` is the number of visible GPUs if each process needs one of its own; `ranks` that of the
+    ranks which share out their processes.
     """
-    heads = text.get("num_attention_heads") or 0
-    if gpus and processes > gpus:
-        allowed = f"a GPU for each process; visible: {gpus}"
-        yield Finding(key, str(processes), allowed, f"{key}={gpus}")
-    elif heads % processes:
-        allowed = f"a divisor of the model's {heads} attention heads"
-        yield Finding(key, str(processes), allowed, f"{key}={math.gcd(heads, processes)}")
+    if reason := next(_undivided(processes, text, gpus, ranks), ""):
+        smaller = range(processes, 0, -1)
+        most = next(n for n in smaller if not any(_undivided(n, text, gpus, ranks)))
+        yield Finding(key, str(processes), reason, f"{key}={most}")
+
+
+def _undivided(number: int, text: Mapping[str, Any], gpus: int, ranks: int) -> Iterator[str]:
+    """Yield the reasons why so many processes cannot share a model.
+
+    Key-value heads are copied if there are more processes than heads (vLLM's `QKVParallelLinear`),
+    the vocabulary is filled up to a multiple of 64 (`VocabParallelEmbedding`).
+    """
+    if gpus and number > gpus:
+        yield f"a GPU for each process; visible: {gpus}"
+    if ranks % number:
+        yield f"a divisor of the {ranks} ranks (train.nproc x train.nodes)"
+    values = {name: value for name, value in text.items() if isinstance(value, int)}
+    for name in _DIVIDED:
+        if values.get(name, 0) % number:
+            yield f"a divisor of the model's {name}={values[name]}"
+    heads, rows = values.get("num_key_value_heads", 0), math.ceil(values.get("vocab_size", 0) / 64)
+    if heads % number and number % heads:
+        yield f"a divisor or a multiple of the model's num_key_value_heads={heads}"
+    if rows * 64 % number:
+        yield f"a divisor of the {rows * 64} rows of the model's vocabulary"
 
 
 def _dtypes(training: str, served: str, stage: int) -> Iterator[Finding]:

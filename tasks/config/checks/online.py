@@ -158,10 +158,6 @@ def _places(context: Context) -> Iterator[Finding]:
     count, parallel = rollout["servers"], rollout["tensor_parallel"]
     key, world = "rollout.tensor_parallel", train["nproc"] * train["nodes"]
     gpus = machine.gpu_count() if context.gpu else 0
-    if rollout["engine"] == "vllm" and world % parallel:
-        allowed = f"a divisor of the {world} ranks (train.nproc x train.nodes)"
-        yield Finding(key, str(parallel), allowed, f"{key}={_largest_divisor(world, parallel)}")
-        return
     if rollout["engine"] == "server" and not count:
         override = "rollout.servers=2, or rollout.urls=[http://<host>:8000]"
         yield Finding("rollout.servers", "0, and no rollout.urls", "one of the two", override)
@@ -169,7 +165,8 @@ def _places(context: Context) -> Iterator[Finding]:
         value = f"{count} x {key}={parallel}, beside train.nproc={train['nproc']}"
         override = f"train.nproc={max(1, gpus - count * parallel)}, or rollout=vllm"
         yield Finding("rollout.servers", value, f"GPUs of their own, of {gpus}", override)
-    yield from shareable(key, parallel, context.known.text)
+    ranks = world if rollout["engine"] == "vllm" else 0
+    yield from shareable(key, parallel, context.known.text, ranks=ranks)
 
 
 def _addresses(rollout: Mapping[str, Any]) -> Iterator[Finding]:

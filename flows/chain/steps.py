@@ -19,7 +19,7 @@ from typing import Any
 
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config, split
-from flows.cli.vocabulary import nearest
+from flows.cli.vocabulary import in_step, nearest
 from tasks.core.errors import ConfigError
 
 
@@ -116,7 +116,7 @@ def _composed(name: str, overrides: Sequence[str]) -> Composed:
     try:
         return compose_config(overrides)
     except ConfigError as error:
-        message, details, hint = error.message, error.details, error.hint
-        if "=" in hint:
-            hint = " or ".join(f"steps.{name}.{each}" for each in hint.split(" or "))
-        raise ConfigError(f"step {name}: {message}", details=details, hint=hint) from error
+        pairs = (detail.partition(" -> ") for detail in error.details)
+        details = [f"{text}{arrow}{in_step(name, hint)}" for text, arrow, hint in pairs]
+        message, hint = f"step {name}: {error.message}", in_step(name, error.hint)
+        raise ConfigError(message, details=details, hint=hint) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,15 @@ from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flows.cli.composed import Composed, resolve
-from flows.cli.vocabulary import CONF, Problem, Vocabulary, config_error, unknown_key
+from flows.cli.vocabulary import (
+    CONF,
+    STEP,
+    Problem,
+    Vocabulary,
+    config_error,
+    in_step,
+    unknown_key,
+)
 from tasks.config.checks.model import look_at
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.sections import Deliver, Rlhf
@@ -27,7 +34,6 @@ from tasks.core.errors import ConfigError, PlumblineError
 
 SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver}
 """Dataclass of the settings, by root file."""
-_STEP = re.compile(r"steps\.(\w+)\.(.+)", re.DOTALL)
 
 
 def _default(*, _root_: DictConfig, _node_: Node) -> Any:
@@ -118,14 +124,21 @@ def wrong_overrides(overrides: Sequence[str], names: Vocabulary) -> list[Problem
     """
     problems, parser = list[Problem](), OverridesParser.create()
     for text in overrides:
-        place, own = _STEP.sub(r"steps.\1.", text), _STEP.sub(r"\2", text)
-        place = "" if place == text else place
+        match = STEP.fullmatch(text)
+        step, own = match.groups() if match else ("", text)
         key, _, value = own.lstrip("+~").partition("=")
         try:
             override = parser.parse_override(own)
         except HydraException as error:
-            hint = f"\"{place}{key}='{value}'\"" if names.has(key) else names.suggest(key, value)
-            problems.append(Problem(f"{text}: {str(error).splitlines()[0]}", hint, text))
+            prefix, colon, rest = key.removeprefix("steps.").partition(":")
+            if names.has(key):
+                hint = f"{key}=\"'{value}'\""
+            elif colon and not names.is_section(prefix):
+                step, hint = prefix, names.suggest(rest, value)
+            else:
+                hint = names.suggest(key.replace(":", "."), value)
+            message = f"{text}: {str(error).splitlines()[0]}"
+            problems.append(Problem(message, in_step(step, hint), text))
             continue
         if override.is_hydra_override() or override.is_delete():
             continue
@@ -133,19 +146,20 @@ def wrong_overrides(overrides: Sequence[str], names: Vocabulary) -> list[Problem
             missing = [o for o in value.strip("[]").split(",") if o not in names.groups[key]]
             if missing:
                 message = f"{text}: there is no {key} {missing[0]!r}"
-                problems.append(Problem(message, place + names.choose(key, missing[0]), text))
+                hint = in_step(step, names.choose(key, missing[0]))
+                problems.append(Problem(message, hint, text))
         elif not names.has(key):
             problem = unknown_key(key, names, text)
-            problems.append(replace(problem, hint=place + problem.hint))
+            problems.append(replace(problem, hint=in_step(step, problem.hint)))
     return problems
 
 
 def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Return the overrides of the run, and those of single steps by the step's name."""
     by_step: dict[str, list[str]] = {}
-    for match in filter(None, map(_STEP.fullmatch, overrides)):
+    for match in filter(None, map(STEP.fullmatch, overrides)):
         by_step.setdefault(match[1], []).append(match[2])
-    return [o for o in overrides if not _STEP.fullmatch(o)], by_step
+    return [o for o in overrides if not STEP.fullmatch(o)], by_step
 
 
 def vocabulary(program: str, overrides: Sequence[str] = ()) -> Vocabulary:

@@ -8,6 +8,7 @@ names.choose("exp", "sft")                  # "+exp=sft_full or +exp=sft_qlora"
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import cache, cached_property
@@ -23,6 +24,8 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 EXPERIMENTS = "exp"
 """Group of the experiments, chosen with `+exp=`; it has no default."""
 VALUE = "<value>"
+STEP = re.compile(r"steps\.(\w+)\.(.+)", re.DOTALL)
+"""An override of a single step: the step's name, and the override."""
 _TYPES: Mapping[Any, str] = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list",
     tuple: "a list",
@@ -130,6 +133,8 @@ class Vocabulary:
     def suggest(self, name: str, value: str = VALUE) -> str:
         """Return what to type instead of an unknown name: the help if nothing is similar."""
         bare = name.lstrip("-+~").replace("-", "_").replace("/", ".")
+        if step := STEP.fullmatch(bare):
+            return in_step(step[1], self.suggest(step[2], value))
         parent, _, leaf = bare.rpartition(".")
         if self.has(bare) and not self.is_section(bare):  # `--lr 1e-4`, `data/path=x`, `--json`
             is_flag = value == VALUE and self.type_at(bare) is bool
@@ -183,9 +188,15 @@ def config_error(problems: Sequence[Problem]) -> ConfigError:
     return ConfigError(f"{len(problems)} settings are wrong", details=[str(p) for p in problems])
 
 
+def in_step(step: str, hint: str) -> str:
+    """Return a hint whose overrides reach a single step of a chain; "" is the whole run."""
+    places = (f"steps.{step}.{override}" for override in hint.split(" or "))
+    return " or ".join(places) if step and "=" in hint else hint
+
+
 def no_setting(word: str, names: Vocabulary, value: str = "") -> Problem:
     """Return the problem of a word that is not written `key=value`; `value` is the word after."""
-    key, _, own = word.partition("=")
+    key, _, own = (word if "=" in word else word.replace(":", "=", 1)).partition("=")
     options = [group for group in names.groups if word in names.groups[group]]
     hint = names.choose(options[-1], word) if options else names.suggest(key, own or value or VALUE)
     return Problem(f"{word}: settings are written key=value", hint, word)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from flows.chain.steps import chain_steps, compose
+from flows.cli import tool
 from flows.cli.composed import Composed
-from flows.cli.config import compose_config
-from flows.cli.entry import run_main
+from flows.cli.config import compose_config, vocabulary
+from flows.cli.entry import read, run_main
 from flows.cli.vocabulary import CONF
 from tasks.core.errors import ConfigError
 
@@ -58,6 +60,46 @@ def test_all_wrong_overrides_are_reported_at_once() -> None:
     ]  # fmt: skip
     assert refused("zero.offload_param=cpuu").hint == "zero.offload_param=cpu"
     assert refused("train=ppo", "rl=gspo").hint == "train=gspo"
+
+
+def composed(program: str, words: list[str]) -> Composed:
+    if program in tool.TOOLS:
+        return tool.read(program, words)
+    return compose_config(read(words, vocabulary(program))[1], config_name=program)
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("rlhf ppo:train.lr=1e-4", "steps.ppo.train.lr=1e-4"),
+        ("rlhf steps.ppo:train.lr=1e-4", "steps.ppo.train.lr=1e-4"),
+        ("rlhf steps.ppo.train.lr:1e-4", "steps.ppo.train.lr=1e-4"),
+        ("rlhf train:lr=1e-4", "train.lr=1e-4"),
+        ("rlhf train.lr:1e-4", "train.lr=1e-4"),
+        ("rlhf +exp:qlora", "+exp=qlora"),
+        ("rlhf steps.ppo.peft=adalora", "steps.ppo.peft=lora or steps.ppo.peft=qlora"),
+        ("deliver . out:x", "out=x"),
+        ("prune keep=1 older_than:30", "older_than=30"),
+        ("audit . base:x", "base=x"),
+        ("verify . url:http://localhost:8000", "url=http://localhost:8000"),
+    ],
+)
+def test_a_setting_that_is_written_wrongly_is_answered(typed: str, hint: str) -> None:
+    """A colon for an equals sign was dropped; a hint without its step changes every step."""
+    program, *words = typed.split()
+    with pytest.raises(ConfigError) as caught:
+        composed(program, words)
+    details = [detail.partition(" -> ")[2] for detail in caught.value.details]
+    assert hint in [caught.value.hint, *details]
+
+
+def test_wrong_values_of_one_step_are_answered_for_that_step() -> None:
+    overrides = ["+exp=qlora", "steps.ppo.train.lr=x", "steps.ppo.peft.rank=x"]
+    with pytest.raises(ConfigError) as caught:
+        chain_steps(compose(overrides), overrides)
+    assert [detail.partition(" -> ")[2].partition("=")[0] for detail in caught.value.details] == [
+        "steps.ppo.train.lr", "steps.ppo.peft.rank",
+    ]  # fmt: skip
 
 
 class Job:

@@ -57,9 +57,11 @@ def test_a_repaired_copy(tmp_path: Path, typed: Typed) -> None:
     (root / "model.safetensors").unlink()
     state = {key: torch.from_numpy(array) for key, array in wrapped(tensors()).items()}
     torch.save(state, root / "pytorch_model.bin")
-    report = audit(root)
+    base = make_model(tmp_path / "the base", tensors(1))
+    report = audit(root, base=base)
     program, command, *words = shlex.split(report.mending)
     assert (program, command, report.ok) == ("plumbline", "audit", False)
+    assert f"base={base}" in words
     status, _, errors = typed(*words)
     assert (status, "21 keys" in errors) == (0, True), errors
     assert audit(out, values=True).ok

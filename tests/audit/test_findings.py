@@ -168,7 +168,10 @@ BROKEN: dict[str, tuple[Make, dict[str, str]]] = {
         model(None, text(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n")),
         {"BAD_HEADER": "error"}
     ),
-    # Keys
+    **{
+        f"a damaged {name}": (model(after=text(name, "{")), {"JSON_UNREADABLE": "error"})
+        for name in ("processor_config.json", "preprocessor_config.json", "chat_template.json")
+    },
     # Heads
     "a critic of OpenRLHF": (
         model(scored(), architectures=["CriticModel"], num_labels=1), {"HEAD_UNUSABLE": "error"}
@@ -256,6 +259,7 @@ FINE: dict[str, tuple[Make, set[str]]] = {
     "a reward adapter with its head beside it": (
         adapter(after=beside("value_head.safetensors"), modules_to_save=["v_head"]), set()
     ),
+    "a row of padding": (model(put(embed=(3, 0)), pad_token_id=3), {"CONSTANT_ROWS"}),
     "pairs on some kinds of layers": (adapter(_every_fourth_layer), {"ADAPTER_COVERAGE"}),
     "a rank by a pattern": (
         adapter(_half_rank, rank_pattern={"layers.1.self_attn.q_proj": 2}), {"ADAPTER_PAIRS"}

@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
+from tasks.audit.repair import repair
 from tasks.audit.run import audit
+from tasks.core.errors import ContractError
 from tasks.drift.fingerprint import Fingerprint
 from tasks.witness.plumbline_witness.facts import headers_digest
 from tests.audit.making import (
@@ -21,6 +24,7 @@ from tests.audit.making import (
     errors,
     make_adapter,
     make_model,
+    wrapped,
     write_json,
 )
 from tests.weights.making import Spread, write_shards
@@ -144,6 +148,24 @@ def test_a_planted_difference(name: str, source: Path, base: Path) -> None:
     assert [each.severity for each in findings] == [severity, "info"][: 1 + is_read]
     assert text in findings[0].found
     assert "CANNOT_JUDGE" not in by_code(report)
+
+
+def test_a_repaired_copy_keeps_the_record_and_certifies_no_other_adapter(
+    source: Path, base: Path, tmp_path: Path
+) -> None:
+    weights, record = source / "adapter_model.safetensors", "plumbline.witness/witness.json"
+    save_file(wrapped(load_file(weights)), weights)
+    (source / "notes" / "of").mkdir(parents=True)
+    (source / "notes" / "of" / "training.txt").write_text("lr 1e-4")
+    assert audit(source, base=base).mendable
+    copy = repair(source, tmp_path / "copy", base=base).artifact.path
+    for name in (record, "plumbline.witness/fingerprint.fp", "notes/of/training.txt"):
+        assert (copy / name).read_bytes() == (source / name).read_bytes()
+    edit_json(source / "adapter_config.json", use_rslora=True)
+    assert not audit(source, base=base).mendable
+    with pytest.raises(ContractError, match="WITNESS"):
+        repair(source, tmp_path / "wrong", base=base)
+    assert not (tmp_path / "wrong").exists()
 
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

@@ -37,6 +37,8 @@ def test_qlora_merges_into_the_base_that_training_saw(
 ) -> None:
     report = merged(out, qlora_adapter, qwen.path, qlora_run, score=measure_here)
     assert failed(report.checks) == []
+    inspected = [check for check in report.checks if check.name.startswith("values of ")]
+    assert len(inspected) == 14, "twelve copied tensors are compared with nothing"
     assert _differing(out, merged_as_trained(qwen.path, qlora_adapter)) == []
     assert report.notes["merge_base"]["base"] == "dequantized"
     assert report.drift is not None

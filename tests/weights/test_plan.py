@@ -12,7 +12,7 @@ from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.files.tensors import Tensors
 from tasks.weights.plan import LowRank, Plan, plan_findings, validate
 from tasks.weights.shards import rank_file, read_partitions
-from tests.weights.making import Spread, alter_ranks, write_shards
+from tests.weights.making import NF4, Spread, alter_ranks, write_shards
 from tests.weights.plans import make_inputs, make_plan
 
 
@@ -49,6 +49,12 @@ CHANGES: list[tuple[str, dict[str, object], str]] = [
     ("ids", {"terms": (LowRank("adapter:tall.A", "adapter:tall.B", 1.0),)}, "ids: I64"),
     ("tall", {"terms": (LowRank("adapter:gone", "adapter:tall.B", 1.0),)}, "adapter has no gone"),
     ("tall", {"terms": (LowRank("base:ids", "adapter:tall.B", 1.0),)}, "base:ids: I64"),
+]
+# A base that is quantised as in training is covered as exactly as any other.
+CHANGES += [
+    (name, {**changes, "quantization": NF4}, thing)
+    for name, changes, thing in CHANGES
+    if name == "wide"
 ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from tasks.weights.proof import recompute
 from tasks.weights.rounding import row_keys, unbiased
 from tasks.weights.write import write
 from tasks.weights.written import Executed
+from tests.conftest import PROJECT
 from tests.weights.making import state_of
 from tests.weights.rounding import in_order, rounded_alike
 
@@ -124,6 +128,24 @@ def test_wrong_random_bits_are_found(inputs: Path, tmp_path: Path) -> None:
     assert results[1].wrong == 0
 
 
+OPTIMIZED = """
+import pickle, sys
+from tasks.weights.write import write
+plan, sources, out = pickle.load(sys.stdin.buffer)
+sys.stdout.buffer.write(pickle.dumps(write(plan, sources, out, workers=1).checksums))
+"""
+
+
+def test_python_without_asserts_writes_the_same_bytes(inputs: Path, tmp_path: Path) -> None:
+    """`python -O` and PYTHONOPTIMIZE remove a call inside an assert."""
+    wanted = _merge(inputs, tmp_path / "out", _plan()).checksums
+    (tmp_path / "again").mkdir()
+    job = pickle.dumps((_plan(), _sources(inputs), tmp_path / "again"))
+    python = [sys.executable, "-O", "-c", OPTIMIZED]
+    done = subprocess.run(python, input=job, cwd=PROJECT, stdout=subprocess.PIPE, check=True)
+    assert pickle.loads(done.stdout) == wanted
+
+
 def _words(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(np.uint16)
 
@@ -155,6 +177,9 @@ def test_sums_are_in_order_and_equal_torchs(rank: int) -> None:
             assert rounded_alike(wanted, (w.float() + (b_.float() @ a_.float()) * SCALE).bfloat16())
             assert changed == int((_words(wanted) != _words(w)).sum())
             assert nonfinite == 0
+        for shapes in (b[:1], a), (b, a[:, 1:]), (b, torch.cat((a, a))):  # it would read elsewhere
+            with pytest.raises(ValueError, match="times"):
+                _fold(w, shapes[1].contiguous(), shapes[0].contiguous())
 
 
 def _require_rounding(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

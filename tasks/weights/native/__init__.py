@@ -78,12 +78,13 @@ class Library:
             b: shape (rows, rank).
             keys: `rounding.row_keys` of the rows, to round without bias; None rounds to nearest.
         """
-        folded = Folded()
-        sizes = (base.shape[0], base.shape[1], b.shape[1])
+        folded, (rows, columns), rank = Folded(), base.shape, b.shape[1]
+        if (*out.shape, *a.shape, len(b)) != (rows, columns, rank, columns, rows):
+            raise ValueError(f"{b.shape} times {a.shape} is not {base.shape}, or not {out.shape}")
         matrices = (_at(base), _at(out), _at(b), _at(a), None if keys is None else _at(keys))
-        kinds = (int(a.dtype.itemsize == 2), *sizes, scale, ctypes.addressof(folded))
+        kinds = (int(a.dtype.itemsize == 2), rows, columns, rank, scale, ctypes.addressof(folded))
         if not self._fold(*matrices, *kinds):
-            raise ValueError(f"the kernel does not support rank {b.shape[1]} on this CPU")
+            raise ValueError(f"the kernel does not support rank {rank} on this CPU")
         return folded
 
     def round_bf16(self, wide: NDArray[np.float32], out: NDArray[np.uint16]) -> None:

@@ -15,7 +15,7 @@ from tasks.core.errors import ConfigError
 from tasks.delivery.examination import require_own_ids
 from tasks.weights.tokens.prove_ids import misread
 from tests.audit.making import codes, edit_json, make_model, tensors
-from tests.weights.making import TEMPLATE, save_tokenizer
+from tests.tiny import TEMPLATE, save_tokenizer
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|eot|>", "<|header|>", "<end_of_turn>", "</s>")
 LOOP = "{% for m in messages %}"

@@ -203,7 +203,7 @@ def test_adapters(save: Save, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_command(save: Save, tmp_path: Path) -> None:
     """The command: exit statuses, the report in a file, and mistakes all at once."""
-    from tests.training.conftest import make_tokenizer
+    from tests.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
     size, out = len(tokenizer), tmp_path / "report.json"

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiny import save_model, save_tokenizer
 from tests.weights.adapters.making import quiet, save
 from tests.weights.families import making as families
-from tests.weights.heads.making import causal
-from tests.weights.making import save_tokenizer, small_config, state_of
+from tests.weights.heads.making import config_of
+from tests.weights.making import small_config, state_of
 
 Tensors = dict[str, torch.Tensor]
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -55,28 +56,14 @@ def differing(actual: Tensors, wanted: Tensors) -> list[str]:
 
 def base_of(folder: Path, family: str = "qwen", heads: int = 4) -> Path:
     """Save a language model in fp32 and its tokenizer."""
-    with quiet():
-        causal(family, heads=heads).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
+    return save_model(folder, config_of(family, heads), dtype="float32")
 
 
 def servable(folder: Path) -> Path:
     """Save a model with heads of 32, as vLLM needs on a CPU, and with distinct probabilities."""
-    from transformers import AutoModelForCausalLM
-
     config = small_config("qwen")
-    config.hidden_size = 128
-    config.max_position_embeddings = 128
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            size = 0.5 if "embed" in name else 0.08
-            parameter.add_(torch.randn_like(parameter, dtype=torch.float32).to(parameter) * size)
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
+    config.hidden_size = config.max_position_embeddings = 128
+    return save_model(folder, config, seed=1)
 
 
 def rename(source: Path, folder: Path, new_name: Callable[[str], str], stem: str = "model") -> Path:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.weights.making import save_tokenizer, small_config
+from tests.tiny import save_model
+from tests.weights.making import small_config
 
 SAVER = Path(__file__).with_name("save_peers.py")
 WITNESS = Path(__file__).parents[2] / "tasks" / "witness"
@@ -127,17 +128,9 @@ def train_swift(
 
 
 def _save_small(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     config = small_config("qwen")
     config.max_position_embeddings = 256
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.08)
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_model(folder, config)
 
 
 def _as_published(folder: Path) -> None:

@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from flows.cli.config import compose_config
@@ -27,9 +26,10 @@ from tasks.weights.tokens.prove_ids import _asked
 from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft, with_rows
+from tests.tiny import random_model, save_model, save_tokenizer
 from tests.weights.adapters.making import save, train
-from tests.weights.families.making import FAMILIES, FUSED, make_model, save_adapter
-from tests.weights.making import save_tokenizer, small_config, state_of
+from tests.weights.families.making import FAMILIES, FUSED, save_adapter
+from tests.weights.making import small_config, state_of
 
 Run = Callable[..., Done]
 ROWS = small_config("qwen").vocab_size
@@ -49,20 +49,11 @@ CASES: dict[str, tuple[bool, int, dict[str, Any], bool]] = {
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """The same model with and without tied embeddings."""
-    from transformers import AutoModelForCausalLM
-
-    made = {}
+    folder, made = tmp_path_factory.mktemp("bases"), {}
     for tied in (True, False):
         config = small_config("qwen")
         config.tie_word_embeddings = tied
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-        made[tied] = tmp_path_factory.mktemp("bases") / f"tied-{tied}"
-        model.save_pretrained(made[tied])
-        save_tokenizer(made[tied])
+        made[tied] = save_model(folder / f"tied-{tied}", config, seed=1)
     return made
 
 
@@ -107,7 +98,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model with a square gate_up_proj in each expert, and an adapter by the current peft."""
     root = tmp_path_factory.mktemp("moe")
     config = FAMILIES["qwen3_moe"].config(moe_intermediate_size=16, vocab_size=320)
-    make_model(config).save_pretrained(root / "base")
+    random_model(config).save_pretrained(root / "base")
     save_tokenizer(root / "base")
     targets = {"target_modules": ["q_proj"], "target_parameters": list(FUSED)}
     return root / "base", save_adapter(root / "adapter", root / "base", "qwen3_moe", **targets)

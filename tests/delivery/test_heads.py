@@ -12,19 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.audit.run import audit
+from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
 from tests.delivery.making import TARGETS, Tensors, base_of, differing
+from tests.tiny import save_tokenizer
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.heads.making import (
     causal,
-    change_config,
     classifier,
     head_tensors,
     rewards,
     save_trl,
     scores,
 )
-from tests.weights.making import save_tokenizer, state_of
+from tests.weights.making import state_of
 from tests.weights.rounding import near
 
 Run = Callable[..., Done]
@@ -55,7 +56,7 @@ def reward_adapter(tmp_path: Path, family: str, heads: int = 4) -> tuple[Path, P
     adapter = save(wrapped, tmp_path / "adapter")
     save_tokenizer(adapter)
     (adapter / "config.json").write_text((base / "config.json").read_text())
-    change_config(adapter, mean=0.5, std=2.0, value_head_prefix="score")
+    edit_json(adapter / "config.json", mean=0.5, std=2.0, value_head_prefix="score")
     return base, adapter, wrapped
 
 
@@ -109,8 +110,7 @@ def _eos_of_the_base(folder: Path) -> None:
     model = {name: tensor for name, tensor in stored.items() if not name.startswith("v_head")}
     save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("config.json", "generation_config.json"):
-        config = json.loads((folder / name).read_text()) | {"eos_token_id": 7}
-        (folder / name).write_text(json.dumps(config))
+        edit_json(folder / name, eos_token_id=7)
 
 
 def errors(folder: Path) -> set[str]:

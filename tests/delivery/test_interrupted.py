@@ -17,7 +17,7 @@ from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, st
 from tests.commands import command
 from tests.delivery.conftest import one_thread
 from tests.killing import kills
-from tests.weights.making import save_tokenizer
+from tests.tiny import save_tokenizer
 
 HIDDEN, ROWS = 1024, 300
 

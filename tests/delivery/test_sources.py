@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.audit.making import codes
+from tests.audit.making import codes, edit_json
 from tests.delivery import making
 from tests.delivery.conftest import Done
 from tests.delivery.making import Tensors, differing, merged_by_peft, rename
+from tests.tiny import save_tokenizer
 from tests.weights.adapters.making import quiet
 from tests.weights.deepspeed.making import write as write_zero
 from tests.weights.families.making import load
-from tests.weights.heads.making import change_config
-from tests.weights.making import Spread, save_tokenizer, state_of, trained_model
+from tests.weights.making import Spread, state_of, trained_model
 from tests.weights.quantized.making import pack
 
 Run = Callable[..., Done]
@@ -103,8 +103,7 @@ def _base_in_bin_files(place: Place) -> Case:
 def _our_shards(place: Place) -> Case:
     """Shards whose generation_config.json has other ids that end a text."""
     source = Path(shutil.copytree(place.shards, place.root / "shards"))
-    path = source / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [9, 2, 5]}))
+    edit_json(source / "generation_config.json", eos_token_id=[9, 2, 5])
     arguments = [f"source={source}", f"base={place.ours}"]
     ends = [0, 2, 9, 5]  # of the tokenizer and its template, then of the model
     return Case(arguments, ["gather", "merge", "convert"], place.merged, ends=ends)
@@ -282,7 +281,7 @@ def test_the_reference_of_wrapped_names_is_the_trained_model(here, adapter, base
 )
 def test_a_base_that_cannot_be_decoded_is_refused(tmp_path, base, adapter, here, how, mode) -> None:
     folder = Path(shutil.copytree(base, tmp_path / "quantised"))
-    change_config(folder, quantization_config=how)
+    edit_json(folder / "config.json", quantization_config=how)
     (folder / "README.md").write_text("---\nbase_model:\n- some/original\n---\n")
     assert codes(adapter, base=folder)["BASE_QUANTISED"] == "error"
     here(f"source={adapter}", f"base={folder}", f"merge.base={mode}", code=2)

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.verify import mixed
+from tasks.drift.fingerprint import drift
 from tests.commands import command, summary_of
 from tests.verify.serving import Running, free_port, serve, started
-from tests.witness.conftest import make_base, train
+from tests.witness.conftest import Trained, load, make_base, of_files, train
 from tests.witness.served import deliver, verify
 
 pytestmark = pytest.mark.timeout(1500)
@@ -43,6 +45,32 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     status, text = deliver(root, adapter, f"base={base}", "smoke.engine=transformers")
     assert status == 0, text
     return Work(base, adapter, root)
+
+
+def test_a_trainers_command_leaves_a_record_in_every_checkpoint(work: Work) -> None:
+    lora = Trained(work.adapter.parent)
+    for step in (1, 2):
+        folder = f"checkpoint-{step}"
+        assert lora.facts(folder)["step"] == step
+        record = lora.out / folder / "plumbline.witness"
+        adapter = lora.out / folder / "adapter_config.json"  # which whoever serves it may read
+        assert {path.stat().st_mode for path in record.iterdir()} == {adapter.stat().st_mode}
+        moved = of_files(load(work.base, lora.out / folder), lora.fingerprint(folder=folder))
+        assert moved.mean_kl < 1e-6
+        assert moved.top1_agreement == 1.0
+    last = lora.fingerprint(folder="checkpoint-2")
+    assert np.array_equal(lora.fingerprint().logprobs, last.logprobs)
+    assert drift(lora.fingerprint(folder="checkpoint-1"), last).mean_kl > 1e-4
+    assert drift(lora.fingerprint(), lora.fingerprint("base")).mean_kl > 1e-4
+    assert of_files(load(work.base, work.base), lora.fingerprint("base")).mean_kl < 1e-6
+    facts = lora.facts()  # what no file of an adapter tells
+    assert facts["quantization"] == {"method": "none"}
+    assert facts["peft"]["adapters"]["default"]["lora_alpha"] == 8
+    assert facts["base"]["name"] == str(work.base)
+    assert len(facts["base"]["headers_sha256"]) == 64
+    assert facts["tokens"]["tokenizer"]["eos_token_id"] == 2
+    rows = [probe for probe in facts["probes"] if probe["kind"] == "row"]
+    assert [probe["text"] for probe in rows] == [None] * 4
 
 
 def test_an_adapter_of_another_trainer_is_delivered(work: Work) -> None:

@@ -153,7 +153,7 @@ def _move(policy: Any, seed: int) -> None:
 def followed(setting: Setting, names: Sequence[str]) -> Numbers:
     """Policies in DeepSpeed's engine, synced to vLLM and sampled: see `tests/rl`."""
     from tests.rl import test_rollouts
-    from tests.training.conftest import make_tokenizer, save_base
+    from tests.tiny import make_tokenizer, save_base
 
     base = setting.folder / "base32"
     if not base.exists():  # small on a GPU too: its bars are those of the CPU tests

@@ -24,7 +24,7 @@ STEPS = 3
 
 def base_of(setting: Setting) -> Path:
     """A random Qwen2 with a tokenizer; written once a session."""
-    from tests.training.conftest import make_tokenizer, save_base
+    from tests.tiny import make_tokenizer, save_base
 
     path = setting.folder / f"base-{'tiny' if setting.tiny else '1.5B'}"
     if not (path / "tokenizer.json").is_file():

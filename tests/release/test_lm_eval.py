@@ -11,8 +11,8 @@ import pytest
 
 from tasks.lm_eval import _metrics, identity, lm_eval, task_name
 from tasks.release.gate import interval, judge, measured, parse
-from tests.tiny import tiny
-from tests.weights.making import ROWS, save_tokenizer
+from tests.tiny import save_model, tiny
+from tests.weights.making import ROWS
 
 LOG = logging.getLogger(__name__)
 RESULTS = {
@@ -74,15 +74,10 @@ def test_a_changed_row_is_another_key(task: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="make setup-lm-eval")
 def test_the_harness_scores_both_models(task: Path, tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     folders = [tmp_path / "base", tmp_path / "served"]
     for seed, folder in enumerate(folders):
-        torch.manual_seed(seed)
         config = tiny("Qwen2", vocab_size=ROWS, max_position_embeddings=128)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        save_tokenizer(folder)
+        save_model(folder, config, seed=seed)
     out = tmp_path / "out"
     out.mkdir()
     report = lm_eval(

@@ -12,7 +12,7 @@ from tasks.rl.environment import EnvironmentProcess
 from tasks.rl.rewards import Function
 from tasks.rl.user_code import ENVIRONMENT, FunctionReference, UserCode
 from tests.rl.making import LOG, Open
-from tests.training.conftest import make_tokenizer, save_base
+from tests.tiny import make_tokenizer, save_base
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from tasks.rl.metrics import Clock
 from tasks.rl.responses import Prompt, Request, Response
 from tasks.rl.rewards import Weighted
 from tasks.serving.vllm.colocation import Generated
-from tests.training.conftest import make_tokenizer
+from tests.tiny import make_tokenizer
 
 T = TypeVar("T")
 LOG = logging.getLogger("tests.rl")

@@ -23,7 +23,7 @@ from tasks.rl.rewards import Rewards
 from tasks.rl.update import minibatches
 from tests.rl.making import TOKENIZER, Player, judge, on_ranks, response
 from tests.settings import Batch, Loop, Settings
-from tests.training.conftest import make_tokenizer
+from tests.tiny import make_tokenizer
 
 
 def written(folder: Path, *texts: str, role: str = "user") -> Path:

@@ -40,7 +40,7 @@ from tests.rl.making import (
     scored,
 )
 from tests.settings import Loop
-from tests.training.conftest import make_tokenizer
+from tests.tiny import make_tokenizer
 
 
 @pytest.fixture(scope="module")

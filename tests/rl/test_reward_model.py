@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from tasks.rl.reward_model import RewardFolder, RewardModel
 from tasks.rl.rewards import open_rewards
 from tasks.rl.settings import Reward
 from tasks.serving.reference.rewards import load_rewarder
+from tests.audit.making import edit_json
 from tests.rl.making import LOG, TOKENIZER, response, responses
-from tests.tiny import tiny
-from tests.training.conftest import make_tokenizer
+from tests.tiny import make_tokenizer, tiny
 
 MEAN, STD = 0.25, 1.5
 OTHER_TEMPLATE = (
@@ -43,15 +42,8 @@ def save_reward_model(folder: Path, *, tokenizer: Any = TOKENIZER, **config: Any
                 parameter.mul_(4)  # scores that lie apart
     made.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    change(folder, mean=MEAN, std=STD, **config)
+    edit_json(folder / "config.json", mean=MEAN, std=STD, **config)
     return folder
-
-
-def change(folder: Path, **values: Any) -> None:
-    """Change keys of config.json; None removes a key."""
-    path = folder / "config.json"
-    config = {**json.loads(path.read_text()), **values}
-    path.write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +134,6 @@ def test_folders_that_are_not_reward_models(folder: Path, tmp_path: Path) -> Non
         broken = tmp_path / f"broken{number}"
         broken.mkdir()
         shutil.copy(folder / "config.json", broken)
-        change(broken, **changes)
+        edit_json(broken / "config.json", **changes)
         with pytest.raises(ArtifactError, match=str(broken)):
             RewardFolder.read(broken, normalize=True)

@@ -15,7 +15,7 @@ from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.perform import perform
 from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Loop, Settings
-from tests.training.conftest import make_tokenizer, save_base
+from tests.tiny import make_tokenizer, save_base
 from tests.training.online import Bench, Run, finish, write_prompts
 from tests.training.places import stitched
 

@@ -14,7 +14,7 @@ from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tasks.smoke_eval import smoke_eval
 from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
-from tests.training.conftest import make_tokenizer
+from tests.tiny import make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tasks.drift.fingerprint import Fingerprint
-from tests.training.conftest import make_tokenizer, save_base
+from tests.tiny import make_tokenizer, save_base
 
 END = make_tokenizer().eos_token_id
 WORDS = ("ape", "bee", "cat", "dog", "eel", "fox", "gnu", "hen")

@@ -15,7 +15,7 @@ from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.report import StageReport
 from tests.serving.models import CONVERSATIONS, END, load
 from tests.settings import smoke_settings
-from tests.training.conftest import make_tokenizer
+from tests.tiny import make_tokenizer
 
 pytestmark = pytest.mark.slow
 NEW = 12

@@ -9,85 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.tiny import make_tokenizer, save_base
+
 if TYPE_CHECKING:
     from tests.training.jobs import Trained
     from tests.training.online import Bench, Finished
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def make_tokenizer():
-    """Return a tokenizer of 256 byte tokens and three special ones, without merges."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    core.normalizer = normalizers.NFC()  # which transformers adds to every Qwen2
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer()
-
-
-def save_base(path: Path, tokenizer, *, device: str = "cpu", **sizes: object) -> Path:
-    """Save a random Qwen2 in bf16 with its tokenizer; `sizes` changes hidden 64 and 2 layers."""
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-    usual = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 128,
-        "tie_word_embeddings": True,
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": 128,
-    }
-    config = Qwen2Config(
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **(usual | sizes),
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
-def save_experts(path: Path, tokenizer, **sizes: object) -> Path:
-    """Save a tiny Qwen2-MoE with its tokenizer: four experts, two for each token, a shared one."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from tests.tiny import tiny
-
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-               "shared_expert_intermediate_size": 40, "vocab_size": len(tokenizer)}  # fmt: skip
-    config = tiny("Qwen2Moe", **experts, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="session")

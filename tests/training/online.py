@@ -11,7 +11,7 @@ from typing import Any
 
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Loop, Optim, Settings
-from tests.training.conftest import make_tokenizer, save_base
+from tests.tiny import make_tokenizer, save_base
 from tests.training.datasets import user, write
 from tests.training.places import Event, make_job, results, run_jobs
 

@@ -35,13 +35,8 @@ from tasks.weights.plan import Planned
 from tasks.weights.quantized.nf4 import as_trained
 from tasks.weights.shards import rank_file
 from tasks.weights.write import parse_size
-from tests.tiny import tiny
+from tests.tiny import random_model, save_tokenizer, tiny
 
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 ROWS = 300
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
 PROBES = tuple(tuple(random.Random(p).choices(range(ROWS), k=12)) for p in range(6))
@@ -71,40 +66,10 @@ def small_config(family: str) -> Any:
     return tiny(name, **sizes, max_position_embeddings=64, tie_word_embeddings=tied)
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Save a byte-level tokenizer with chat markup."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
-    core = Tokenizer(models.BPE(vocabulary, []))
-    core.normalizer = normalizers.NFC()  # which transformers adds to every Qwen2
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|pad|>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"  # a class that every version of transformers has
-    settings = {**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}
-    path.write_text(json.dumps(settings, indent=2))
-
-
 def make_base(root: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB") -> Artifact:
     """Publish a `base` artifact in bf16."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(small_config(family), dtype=torch.bfloat16)
-    with torch.no_grad():  # initialised models are so flat that any rounding changes the top token
-        for name, parameter in model.named_parameters():
-            size = 0.5 if "embed" in name or "lm_head" in name else 0.08
-            parameter.add_(torch.randn_like(parameter, dtype=torch.float32).to(parameter) * size)
     with staging(root) as work:
+        model = random_model(small_config(family), seed=seed)
         model.save_pretrained(work, max_shard_size=max_shard_size)
         save_tokenizer(work)
         return publish(work, root, Origin("base", "prepare", root.name))

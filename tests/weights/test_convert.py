@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
 from tasks.drift.fingerprint import Fingerprint
+from tests.audit.making import edit_json
 from tests.weights.making import converted, copy_reference, failed, state_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -50,7 +50,7 @@ def test_stop_ids_are_the_tokenizers_the_templates_and_the_bases(
     weights_copy, full_run, out
 ) -> None:
     for name, ids in {"generation_config.json": [7, 2], "config.json": 9}.items():
-        _edit(weights_copy / name, eos_token_id=ids)
+        edit_json(weights_copy / name, eos_token_id=ids)
     report = converted(out, weights_copy, full_run, copy_reference)
     assert failed(report.checks) == []
     for name in ("generation_config.json", "config.json"):
@@ -58,10 +58,6 @@ def test_stop_ids_are_the_tokenizers_the_templates_and_the_bases(
         # <|endoftext|>, and <|im_end|> from the template; then the base's
         assert document["eos_token_id"] == [0, 2, 7, 9]
         assert document["pad_token_id"] == 3
-
-
-def _edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def test_what_cannot_be_served_fails_by_name(weights_copy, full_run, out, tmp_path) -> None:
@@ -73,7 +69,7 @@ def test_what_cannot_be_served_fails_by_name(weights_copy, full_run, out, tmp_pa
     save_file(tensors, path, metadata={"format": "pt"})
     tokenizer = trained / "tokenizer" / "tokenizer.json"
     tokens = json.loads(tokenizer.read_text())["added_tokens"]
-    _edit(tokenizer, added_tokens=[*tokens, {"id": 300, "content": "<new>", "special": False}])
+    edit_json(tokenizer, added_tokens=[*tokens, {"id": 300, "content": "<new>", "special": False}])
     report = converted(out, weights_copy, trained, copy_reference, dtype="float16")
     assert set(failed(report.checks)) == {
         "values of model.norm.weight",
@@ -82,9 +78,9 @@ def test_what_cannot_be_served_fails_by_name(weights_copy, full_run, out, tmp_pa
     }
 
     path.write_bytes(whole)
-    _edit(config, tie_word_embeddings=False)  # without a head
+    edit_json(config, tie_word_embeddings=False)  # without a head
     with pytest.raises(ContractError, match=HEAD):
         converted(tmp_path / "second", weights_copy, full_run, copy_reference)
-    _edit(config, tie_word_embeddings=True, vocab_size=301)
+    edit_json(config, tie_word_embeddings=True, vocab_size=301)
     with pytest.raises(ContractError, match=EMBEDDING):
         converted(tmp_path / "third", weights_copy, full_run, copy_reference)

@@ -19,8 +19,9 @@ from tasks.weights.proof import Proof, State, planned, prove_merge
 from tasks.weights.quantized.nf4 import as_trained
 from tasks.weights.quantized.source import open_model
 from tasks.weights.write import write
+from tests.tiny import random_model
 from tests.weights.adapters.making import save, train
-from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
+from tests.weights.families.making import FAMILIES, load, merged_by_peft
 from tests.weights.making import NF4, failed, merged, state_of
 from tests.weights.making import planned as planned_by_us
 
@@ -107,7 +108,7 @@ def made(
 
     base, tied = folder / "base", {"tie_word_embeddings": family == "qwen2"}
     config = FAMILIES[family].config(hidden_size=hidden, num_hidden_layers=3, **tied)
-    make_model(config).save_pretrained(base)
+    random_model(config).save_pretrained(base)
     options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **settings}
     wrapped = train(load(base), LoraConfig(task_type="CAUSAL_LM", **options))
     return base, save(wrapped, folder / "adapter")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.fingerprint import Drift, Fingerprint, drift
 from tests.commands import environment
 
 SCRIPT = Path(__file__).with_name("train_script.py")
@@ -83,7 +84,27 @@ def train(
     return Trained(out)
 
 
-@pytest.fixture(scope="session")
-def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return the output of a training of an adapter."""
-    return train(base, tmp_path_factory.mktemp("lora") / "out", "lora")
+def load(base: Path, folder: Path) -> Any:
+    """Load a checkpoint in float32, as anybody would."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    whole = not (folder / "adapter_config.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained(folder if whole else base, dtype=torch.float32)
+    return (model if whole else PeftModel.from_pretrained(model, folder)).eval()
+
+
+def of_files(model: Any, reference: Fingerprint) -> Drift:
+    """Return the drift of a model, one probe at a time, from a recorded fingerprint."""
+    import torch
+
+    parts = []
+    for probe in reference.probes:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([probe])).logits[0, :-1].float()
+        parts.append(torch.log_softmax(logits, -1).numpy())
+    whole = np.concatenate(parts)
+    logprobs = np.take_along_axis(whole, reference.ids.astype(np.int64), 1)
+    new = Fingerprint(reference.probes, reference.ids, logprobs, whole.argmax(1), "files")
+    return drift(reference, new)

@@ -12,38 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.drift.fingerprint import Drift, Fingerprint, drift
 from tasks.verify.reference import read_reference
 from tasks.witness.plumbline_witness.callback import WitnessCallback
 from tasks.witness.plumbline_witness.probes import first_rows, ids_of_row
 from tasks.witness.plumbline_witness.record import witness
-from tests.witness.conftest import PACKAGE, Trained, train
-
-
-def load(base: Path, folder: Path) -> Any:
-    """Load a checkpoint in float32, as anybody would."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    whole = not (folder / "adapter_config.json").is_file()
-    model = AutoModelForCausalLM.from_pretrained(folder if whole else base, dtype=torch.float32)
-    return (model if whole else PeftModel.from_pretrained(model, folder)).eval()
-
-
-def of_files(model: Any, reference: Fingerprint) -> Drift:
-    """Return the drift of a model, one probe at a time, from a recorded fingerprint."""
-    import torch
-
-    parts = []
-    for probe in reference.probes:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([probe])).logits[0, :-1].float()
-        parts.append(torch.log_softmax(logits, -1).numpy())
-    whole = np.concatenate(parts)
-    logprobs = np.take_along_axis(whole, reference.ids.astype(np.int64), 1)
-    new = Fingerprint(reference.probes, reference.ids, logprobs, whole.argmax(1), "files")
-    return drift(reference, new)
+from tests.witness.conftest import PACKAGE, Trained, load, of_files, train
 
 
 def test_the_noise_of_16_bits_is_that_of_another_engine(base: Path, tmp_path: Path) -> None:
@@ -62,30 +35,6 @@ def test_the_noise_of_16_bits_is_that_of_another_engine(base: Path, tmp_path: Pa
         if dtype == torch.bfloat16:  # float32 computes the same model with errors that are none
             apart = of_files(exact, trained).mean_kl
             assert 0.2 * apart < trained.formats[name].mean_kl < 5 * apart
-
-
-def test_a_trainers_command_leaves_a_record_in_every_checkpoint(base: Path, lora: Trained) -> None:
-    for step in (1, 2):
-        folder = f"checkpoint-{step}"
-        assert lora.facts(folder)["step"] == step
-        record = lora.out / folder / "plumbline.witness"
-        assert len({path.stat().st_mode for path in record.iterdir()}) == 1
-        moved = of_files(load(base, lora.out / folder), lora.fingerprint(folder=folder))
-        assert moved.mean_kl < 1e-6
-        assert moved.top1_agreement == 1.0
-    last = lora.fingerprint(folder="checkpoint-2")
-    assert np.array_equal(lora.fingerprint().logprobs, last.logprobs)
-    assert drift(lora.fingerprint(folder="checkpoint-1"), last).mean_kl > 1e-4
-    assert drift(lora.fingerprint(), lora.fingerprint("base")).mean_kl > 1e-4
-    assert of_files(load(base, base), lora.fingerprint("base")).mean_kl < 1e-6
-    facts = lora.facts()  # what no file of an adapter tells
-    assert facts["quantization"] == {"method": "none"}
-    assert facts["peft"]["adapters"]["default"]["lora_alpha"] == 8
-    assert facts["base"]["name"] == str(base)
-    assert len(facts["base"]["headers_sha256"]) == 64
-    assert facts["tokens"]["tokenizer"]["eos_token_id"] == 2
-    rows = [probe for probe in facts["probes"] if probe["kind"] == "row"]
-    assert [probe["text"] for probe in rows] == [None] * 4
 
 
 def test_a_second_training_leaves_nothing_of_the_first_record(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from tests.audit.corpus import Clean, Corpus
+from tests.tiny import random_model, save_tokenizer
 from tests.weights.adapters.making import quiet, train
-from tests.weights.families.making import FAMILIES, load, make_model
-from tests.weights.making import ROWS, make_base, save_tokenizer
+from tests.weights.families.making import FAMILIES, load
+from tests.weights.making import ROWS, make_base
 
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3}
 """Ids in the tokenizer of the tests: <|endoftext|> is 0, <|im_end|> 2, <|pad|> 3."""
@@ -30,7 +31,7 @@ def save_model(
     **changes: Any
 ) -> None:  # fmt: skip
     """Save a model with tokenizer and template, as transformers does."""
-    model = make_model(_config(family, **changes)).to(dtype)
+    model = random_model(_config(family, **changes)).to(dtype)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = [IDS["eos_token_id"], END_OF_TURN]
     with quiet():

@@ -17,7 +17,7 @@ from tasks.training.model.adapter import (
     initial_weights,
     load_into,
 )
-from tests.training.conftest import save_base
+from tests.tiny import save_base
 
 LORA = Peft("lora", rank=4, alpha=8)
 KINDS = {

@@ -18,7 +18,7 @@ from tasks.training.tokens.chat import Unfit, encode_texts
 from tasks.training.tokens.data import CONVERSATIONS, LABELLED, PAIRS
 from tasks.training.tokens.examples import Tokens
 from tasks.training.tokens.truncation import pieces
-from tests.training.conftest import make_tokenizer
+from tests.tiny import make_tokenizer
 from tests.training.datasets import (
     Row,
     answer,

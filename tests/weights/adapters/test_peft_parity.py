@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import tiny
+from tests.tiny import random_model, tiny
 from tests.weights.adapters.making import quiet, save, train
-from tests.weights.families.making import FAMILIES, load, make_model, merge, merged_by_peft
+from tests.weights.families.making import FAMILIES, load, merge, merged_by_peft
 from tests.weights.making import state_of
 from tests.weights.rounding import rounded_alike
 
@@ -92,7 +92,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
             config = FAMILIES["llama"].config(attention_bias=True)
         else:
             config = FAMILIES[name].config(tie_word_embeddings=name == "qwen2")
-        make_model(config).save_pretrained(root / name)
+        random_model(config).save_pretrained(root / name)
         return root / name
 
     return base
@@ -195,7 +195,7 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     """All linear layers and experts, under the keys of the base; transformers loads the result."""
     entry = FAMILIES[family]
     base = tmp_path / "base"
-    make_model(entry.config(tie_word_embeddings=False)).save_pretrained(base)
+    random_model(entry.config(tie_word_embeddings=False)).save_pretrained(base)
     settings = {"target_modules": entry.targets, "target_parameters": list(entry.experts) or None}
     adapter = _adapter(base, tmp_path / "adapter", task_type=None, **settings)
     plan, _ = merge(base, adapter, tmp_path / "out")

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from tasks.core.errors import ArtifactError, ContractError, PlumblineError
 from tasks.weights.lora import changes, read_adapter, require_values
 from tasks.weights.model import Model, live_model
+from tests.tiny import random_model
 from tests.weights.adapters.making import Tensors, altered, save, train
-from tests.weights.families.making import FAMILIES, make_model, merge
+from tests.weights.families.making import FAMILIES, merge
 from tests.weights.making import state_of
 
 Edit = Callable[[Tensors], Any]
@@ -29,7 +30,7 @@ A0, B0 = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight"
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return make_model(FAMILIES["llama"].config()).float()
+    return random_model(FAMILIES["llama"].config()).float()
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_values_that_no_training_leaves(good: Path, tmp_path: Path) -> None:
 
 
 def test_copies_of_a_tied_tensor_have_to_agree(tmp_path: Path) -> None:
-    tied = make_model(FAMILIES["qwen2"].config(tie_word_embeddings=True)).float()
+    tied = random_model(FAMILIES["qwen2"].config(tie_word_embeddings=True)).float()
     folder = tmp_path / "good"
     wrapped = _save(tied, folder, target_modules=["q_proj"])
     path, key = wrapped / "adapter_model.safetensors", "base_model.model.lm_head.weight"
@@ -167,7 +168,7 @@ MUTATIONS: dict[str, Callable[[Tensors, str], object]] = {
 @pytest.mark.parametrize(("family", "options"), RICH)
 def test_a_mutated_adapter_is_an_error_or_the_same_merge(family, options, tmp_path: Path) -> None:
     base, bad, out = tmp_path / "base", tmp_path / "bad", tmp_path / "out"
-    model = make_model(FAMILIES[family].config(tie_word_embeddings=family == "qwen2"))
+    model = random_model(FAMILIES[family].config(tie_word_embeddings=family == "qwen2"))
     model.save_pretrained(base)
     good = _save(model.float(), tmp_path / "good", **options)
     merge(base, good, tmp_path / "expected")

@@ -22,6 +22,7 @@ from tasks.weights.rounding import Rounding
 from tasks.weights.write import write
 from tasks.weights.written import Executed
 from tests import tiny
+from tests.tiny import random_model
 from tests.weights.adapters.making import quiet, save
 
 SIZES = {
@@ -129,19 +130,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def make_model(config: Any, *, seed: int = 0) -> Any:
-    """Make a model in bf16 with random weights."""
-    torch.manual_seed(seed)
-    model = auto_class(config).from_config(config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape).to(parameter) * 0.1)
-    return model.eval()
-
-
 def save_base(folder: Path, family: str, *, tied: bool) -> Path:
     """Save the family's model."""
-    make_model(FAMILIES[family].config(tie_word_embeddings=tied)).save_pretrained(folder)
+    random_model(FAMILIES[family].config(tie_word_embeddings=tied)).save_pretrained(folder)
     return folder
 
 

@@ -15,10 +15,10 @@ from tasks.core.contract import require
 from tasks.weights.heads import Detected, separate
 from tasks.weights.write import write
 from tasks.weights.written import finite
-from tests.tiny import SIZES, tiny
+from tests.audit.making import edit_json
+from tests.tiny import SIZES, random_model, save_tokenizer, tiny
 from tests.weights.adapters.making import quiet
 from tests.weights.families.making import load
-from tests.weights.making import save_tokenizer
 
 HIDDEN, ROWS, PAD = SIZES["hidden_size"], 300, 3
 IDS = torch.randint(4, ROWS, (3, 9), generator=torch.Generator().manual_seed(5))
@@ -36,12 +36,8 @@ def config_of(family: str, heads: int = 4) -> Any:
 
 def causal(family: str, heads: int = 4) -> Any:
     """Make a language model in fp32 with random weights."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
     with quiet():
-        model = AutoModelForCausalLM.from_config(config_of(family, heads), dtype=torch.float32)
-    return _stirred(model)
+        return random_model(config_of(family, heads), dtype="float32")
 
 
 def classifier(base: Path) -> Any:
@@ -113,18 +109,9 @@ def save_openrlhf(
     with quiet():
         model = _stirred(type(name, (backbone.__base__,), {"__init__": init})(settings))
         model.save_pretrained(folder)
-    change_config(folder, value_head_prefix=prefix, **config)
+    edit_json(folder / "config.json", value_head_prefix=prefix, **config)
     save_tokenizer(folder)
     return model
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    """Change config.json; None removes a key."""
-    path = folder / "config.json"
-    document = {**json.loads(path.read_text()), **changes}
-    path.write_text(
-        json.dumps({key: value for key, value in document.items() if value is not None})
-    )
 
 
 def rewards(model: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

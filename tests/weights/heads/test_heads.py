@@ -15,10 +15,11 @@ from tasks.weights.heads import detect, read_folder, write_value_head
 from tasks.weights.lora import read_adapter
 from tasks.weights.merge import Reward, plan_adapter
 from tasks.weights.write import write
+from tests.audit.making import edit_json
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.families.making import load
 from tests.weights.heads import making
-from tests.weights.heads.making import change_config, head_tensors, rewards, scores, serve
+from tests.weights.heads.making import head_tensors, rewards, scores, serve
 from tests.weights.making import state_of
 from tests.weights.rounding import near
 
@@ -87,7 +88,7 @@ def test_folders_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
 def test_openrlhf_rewards_are_the_same(tmp_path: Path, family: str, name: str, prefix: str) -> None:
     model = making.save_openrlhf(tmp_path / "rm", family, prefix=prefix, mean=1.5, std=2.5)
     if prefix == "value_head":  # the flag of OpenRLHF, which does not say what was trained
-        change_config(tmp_path / "rm", value_head_prefix="score")
+        edit_json(tmp_path / "rm" / "config.json", value_head_prefix="score")
         assert len(detect(read_folder(tmp_path / "rm")).notes) == 1
     config = convert(tmp_path / "rm", tmp_path / "out")
     before = (rewards(model, getattr(model, prefix).weight.detach()) - 1.5) / 2.5
@@ -103,7 +104,7 @@ def test_openrlhf_rewards_are_the_same(tmp_path: Path, family: str, name: str, p
 def test_bias_buffers_and_padding_go_into_config(tmp_path: Path) -> None:
     """`score` has no bias in transformers: it would be left out without an error."""
     model = making.save_openrlhf(tmp_path / "rm", "llama")
-    change_config(tmp_path / "rm", pad_token_id=0)  # <|endoftext|>, which ends texts
+    edit_json(tmp_path / "rm" / "config.json", pad_token_id=0)  # <|endoftext|>, which ends texts
     bias, lm_head = torch.tensor([0.375]), torch.ones(making.ROWS, making.HIDDEN)
     buffers = {"mean": torch.tensor([0.25]), "std": torch.tensor([4.0], dtype=torch.bfloat16)}
     change_tensors(tmp_path / "rm", **buffers, **{"score.bias": bias, "lm_head.weight": lm_head})

@@ -29,7 +29,8 @@ from tasks.weights.quantized.nf4 import (
 from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS, STATE
 from tasks.weights.quantized.source import read_base
 from tasks.weights.write import write
-from tests.weights.families.making import FAMILIES, load, make_model, merged_by_peft
+from tests.tiny import random_model, save_tokenizer
+from tests.weights.families.making import FAMILIES, load, merged_by_peft
 from tests.weights.making import (
     NF4,
     Spread,
@@ -38,7 +39,6 @@ from tests.weights.making import (
     measure_here,
     merged,
     near_nf4,
-    save_tokenizer,
     state_of,
     write_trained,
 )
@@ -117,7 +117,7 @@ def test_any_matrix_equals_bitsandbytes_dequantization(
 def test_layers_of_gpt2_are_transposed(tmp_path: Path) -> None:
     """transformers packs the transpose of `Conv1D`: decoded from a packed base, and in QLoRA."""
     plain, packed = tmp_path / "plain", tmp_path / "packed"
-    make_model(FAMILIES["gpt2"].config(hidden_size=64)).save_pretrained(plain)
+    random_model(FAMILIES["gpt2"].config(hidden_size=64)).save_pretrained(plain)
     before, dequantized = state_of(plain), pack(plain, packed)
     turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     expected = {n: dequantized[n].t() if n.endswith(turned) else dequantized[n] for n in before}

@@ -25,10 +25,9 @@ from tasks.weights.tokens.tokenizer import (
     require_bounded_template,
 )
 from tasks.weights.tokens.vocabulary import Vocabulary, vocabulary_of
-from tests.tiny import tiny
+from tests.tiny import TEMPLATE, make_tokenizer, random_model, save_base, save_tokenizer
 from tests.weights.adapters.making import quiet, save, train
-from tests.weights.families.making import FAMILIES, make_model
-from tests.weights.making import TEMPLATE, save_tokenizer
+from tests.weights.families.making import FAMILIES
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def test_an_adapter_without_all_grown_embeddings_is_refused(tmp_path: Path) -> N
     from peft import LoraConfig
 
     base, adapter = tmp_path / "base", tmp_path / "adapter"
-    model = make_model(FAMILIES["llama"].config(tie_word_embeddings=False)).float()
+    model = random_model(FAMILIES["llama"].config(tie_word_embeddings=False)).float()
     with quiet():
         model.save_pretrained(base)
         model.resize_token_embeddings(GROWN, mean_resizing=False)
@@ -158,26 +157,13 @@ def test_an_adapter_without_all_grown_embeddings_is_refused(tmp_path: Path) -> N
         assert [thing for thing in things if thing not in text] == []
 
 
-def model_folder(path: Path, *, tied: bool, shards: str = "5GB") -> Path:
-    """Save a Qwen2 of 259 tokens in bf16."""
-    from transformers import Qwen2ForCausalLM
-
-    from tests.training.conftest import make_tokenizer
-
-    tokenizer = make_tokenizer()
-    config = tiny("Qwen2", vocab_size=len(tokenizer), tie_word_embeddings=tied)
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(path, max_shard_size=shards)
-    tokenizer.save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize(("tied", "shards"), [(True, "5GB"), (False, "20KB")])
 def test_everything_grows_together(tmp_path: Path, tied: bool, shards: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = model_folder(tmp_path / "source", tied=tied, shards=shards)
+    source = save_base(
+        tmp_path / "source", make_tokenizer(), shard=shards, tie_word_embeddings=tied
+    )
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     folder = tmp_path / "base"
     folder.mkdir()
@@ -213,7 +199,7 @@ def test_everything_grows_together(tmp_path: Path, tied: bool, shards: str) -> N
 
 
 def test_spare_rows_are_used_and_unusable_tokens_and_models_refused(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "base", tied=True)
+    folder = save_base(tmp_path / "base", make_tokenizer())
     first = grow(folder, ["<a>"], multiple=64)
     weights = load_file(folder / "model.safetensors")
     second = grow(folder, ["<b>"])

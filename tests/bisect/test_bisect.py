@@ -19,7 +19,7 @@ from tasks.evaluation.scoring import ModelRef
 from tests.audit.making import edit_json
 from tests.bisect.planting import FAMILIES, IDS, KINDS, examine, make, plant, quantised
 from tests.commands import command, environment
-from tests.training.conftest import make_tokenizer
+from tests.tiny import make_tokenizer
 
 Save = Callable[..., Path]
 SERVED = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from flows.cli.config import compose_config

@@ -137,6 +137,21 @@ def word_tokenizer(vocabulary: int) -> Any:
     return tokenizer
 
 
+def make_download(folder: Path, base: str) -> None:
+    """Link the files of a synthetic model as a downloaded one: no manifest, and a tokenizer."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    core = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, []))
+    core.normalizer = normalizers.NFC()  # Qwen2's steps, which transformers builds anew
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>").save_pretrained(folder)
+    for path in Path(base).iterdir():
+        if path.name != "manifest.json":
+            (folder / path.name).hardlink_to(path)
+
+
 def make_adapter(folder: Path, base: str) -> None:
     """Make a LoRA adapter on all linear layers of a base, with two random matrices."""
     import torch

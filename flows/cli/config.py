@@ -27,7 +27,6 @@ from flows.cli.vocabulary import (
     in_step,
     unknown_key,
 )
-from tasks.config.checks.model import look_at
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.sections import Deliver, Rlhf
 from tasks.core.errors import ConfigError, PlumblineError
@@ -57,6 +56,8 @@ def _toy(value: Any, *others: Any, _root_: DictConfig, _node_: Node) -> Any:
 def _setting(config: DictConfig, key: str) -> Any:
     """Return a setting, or a fact about its base model; the `get` of `tasks/config/defaults.py`."""
     if key in ("model.parameters", "model.context"):
+        from tasks.config.checks.model import look_at  # not loaded for a delivery
+
         model = {name: _setting(config, f"model.{name}") for name in ("kind", "path", "revision")}
         known, _ = look_at(model)
         return getattr(known, key.rpartition(".")[2])

@@ -15,7 +15,7 @@ from pathlib import Path
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.output import folder, no_folder
-from tasks.config.checks.release import reachable
+from tasks.config.checks.servers import reachable
 from tasks.core.errors import ConfigError
 from tasks.core.finding import preflight
 from tasks.core.redaction import redact

@@ -18,7 +18,8 @@ from flows.report.card import delivery_card
 from tasks.audit.run import Report
 from tasks.config.checks import preflight
 from tasks.config.checks.machine import smoke_engine
-from tasks.config.checks.release import prefect_reachable, public, quantizing, reachable
+from tasks.config.checks.quantized import quantizing
+from tasks.config.checks.servers import prefect_reachable, public, reachable
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.core.terminal import plain
 from tasks.delivery import examination

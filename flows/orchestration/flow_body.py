@@ -17,7 +17,7 @@ from flows.cli.bootstrap import bootstrap, quiet_logging
 from flows.cli.composed import Composed
 from flows.servers import prefect_server
 from tasks.config.checks import preflight
-from tasks.config.checks.release import prefect_reachable, public, reachable
+from tasks.config.checks.servers import prefect_reachable, public, reachable
 from tasks.core.errors import PlumblineError
 from tasks.core.private import stay_private
 from tasks.core.redaction import redact, redact_error, without_passwords

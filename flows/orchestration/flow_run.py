@@ -26,7 +26,6 @@ from flows.cli.composed import Composed
 from flows.monitoring import RunRecord
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
-from flows.report.page import REPORT, write_report
 from flows.servers import mlflow_page
 from tasks.core import machine
 from tasks.core.disk import disk_full_named
@@ -254,6 +253,8 @@ class FlowRun:
         written = summary.write(self.composed.runs, self.run_id, texts)
         report = None
         if self.has_page:
+            from flows.report.page import write_report
+
             report = write_report(self.composed.runs, self.run_id, self.host.log)
         if interrupted:
             return
@@ -261,6 +262,6 @@ class FlowRun:
         numbers = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
         files = {"summary.json": written.read_text()}
         if report is not None:
-            files[REPORT] = report.read_text()
+            files[report.name] = report.read_text()
         numbers["seconds"] = summary.seconds
         tracker.log_parent(numbers, files, summary.markdown())

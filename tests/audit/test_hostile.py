@@ -16,6 +16,7 @@ import pytest
 
 from tasks.audit import folder as folders
 from tasks.audit.run import audit
+from tests.audit.hostile.corpus import cases
 from tests.audit.making import (
     adapter_tensors,
     make_adapter,
@@ -24,7 +25,6 @@ from tests.audit.making import (
     write_json,
 )
 from tests.conftest import PROJECT
-from tests.weights.pickled.corpus import cases
 
 BOMB = "(a|a)*(a|aa)+(.*)*(.*)*$"
 

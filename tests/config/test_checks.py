@@ -17,7 +17,7 @@ from tasks.config.checks import findings, machine, model, online
 from tasks.config.checks import settings as values
 from tasks.config.checks.context import Context
 from tasks.config.checks.memory import LIBRARIES, memory_of
-from tasks.config.checks.release import quantizing
+from tasks.config.checks.quantized import quantizing
 from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
 from tests.machines import with_gpus, with_installed

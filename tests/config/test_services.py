@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tasks.config.checks import release
+from tasks.config.checks import servers
 from tests.answering import Reply, answering
 
 BASIC, BEARER = "Basic bWU6c2VjcmV0", "Bearer t"
@@ -18,16 +18,16 @@ def test_silent_servers_are_refused_without_their_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each is asked once, however many steps a chain has."""
-    assert list(release.prefect_reachable()) == []
-    monkeypatch.setattr(release, "LIMIT_S", 0.2)
+    assert list(servers.prefect_reachable()) == []
+    monkeypatch.setattr(servers, "LIMIT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://me:secret@127.0.0.1:{server.getsockname()[1]}"
-        (mlflow,) = release.reachable(url)
+        (mlflow,) = servers.reachable(url)
         monkeypatch.setenv("PREFECT_API_URL", f"{url}/api")
-        (prefect,) = release.prefect_reachable()
-        asked = release._why_silent.cache_info().misses
-        assert [*release.reachable(url), *release.prefect_reachable()] == [mlflow, prefect]
-        assert asked == release._why_silent.cache_info().misses
+        (prefect,) = servers.prefect_reachable()
+        asked = servers._why_silent.cache_info().misses
+        assert [*servers.reachable(url), *servers.prefect_reachable()] == [mlflow, prefect]
+        assert asked == servers._why_silent.cache_info().misses
     assert (mlflow.what, prefect.what) == ("tracking.uri", "PREFECT_API_URL")
     assert "secret" not in f"{mlflow} {prefect}"
 
@@ -56,9 +56,9 @@ def test_the_login_of_the_environment_is_sent(
         if name.startswith("PREFECT"):
             monkeypatch.setenv("PREFECT_API_URL", f"{asked.url}/api")
         uri = None if name.startswith("PREFECT") else asked.url
-        assert len([*release.prefect_reachable(), *release.reachable(uri)]) == refused
+        assert len([*servers.prefect_reachable(), *servers.reachable(uri)]) == refused
 
 
 def test_no_server_to_ask() -> None:
     for uri in (None, "sqlite:////a/b.db", "databricks"):
-        assert list(release.reachable(uri)) == []
+        assert list(servers.reachable(uri)) == []

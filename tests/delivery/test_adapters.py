@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from tasks.pipeline.locks import Needs, Patience, devices
 from tasks.weights.files.reader import _read_header
 from tasks.weights.tokens.prove_ids import _asked
 from tests.audit.making import edit_json
+from tests.commands import environment
+from tests.conftest import PROJECT
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft, with_rows
 from tests.tiny import random_model, save_model, save_tokenizer
@@ -141,6 +144,23 @@ def test_a_delivery_without_an_engine_does_nothing_twice(
     assert calls[str(source / "adapter_model.safetensors")] == 1
     assert set(calls.values()) == {1}, calls
     assert not list((tmp_path / "runs").rglob("*.html"))
+
+
+def test_a_delivery_loads_nothing_of_training(tmp_path: Path) -> None:
+    program = "import sys, flows.delivery.run_delivery; print(*sys.modules)"
+    argv, variables = [sys.executable, "-c", program], environment(PYTHONPATH=str(PROJECT))
+    loaded = subprocess.check_output(argv, env=variables, text=True, cwd=tmp_path).split()
+    unused = {
+        "torch",
+        "prefect",
+        "mlflow",
+        "tasks.rl",
+        "tasks.training",
+        "tasks.toy",
+        "tasks.prepare",
+    }
+    assert unused & {*loaded} == set()
+    assert sum(name.startswith(("flows", "tasks")) for name in loaded) <= 165
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])

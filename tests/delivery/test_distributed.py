@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_file(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["lora", "accelerate"]])
+@pytest.mark.parametrize("words", [[], ["accelerate"], ["lora"], ["lora", "accelerate"]])
 def test_two_ranks_of_fsdp2_are_delivered_as_the_live_model(
     words: list[str], base: Path, deliver: Callable[..., Done], tmp_path: Path
 ) -> None:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, some
+from tasks.audit.pickles import TENSORS, TRAINERS, Scanned, Scanner
 from tasks.audit.source import ADAPTERS, MODELS, Kind, Source
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.reader import Weights, index_of, is_hidden
 from tasks.weights.heads import SIDE_FILES
-from tasks.weights.pickled.scan import TENSORS, TRAINERS, Scanned, Scanner
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """Files that vLLM excludes from *.bin (`filter_files_not_needed_for_inference`)."""

@@ -2,7 +2,6 @@
 
 torch_file  `read_torch_file`: one file, with tensors as byte ranges; `read_model`: a model
 unpickler   follows a pickle by the standard library, with every name inert
-scan        `Scanner`: names that loading a file would use; the harmless are in allowed_names.txt
 
 Like `torch.load(weights_only=True)` this runs no code. Classes need not be installed.
 """

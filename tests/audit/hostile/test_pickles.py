@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tasks.weights.pickled import scan
-from tasks.weights.pickled.scan import TENSORS, TORCH, TRAINERS, Scanned, Scanner
-from tests.weights.pickled.corpus import array, cases, legacy, program, reduce, zipped
+from tasks.audit import pickles as scan
+from tasks.audit.pickles import TENSORS, TORCH, TRAINERS, Scanned, Scanner
+from tests.audit.hostile.corpus import array, cases, legacy, program, reduce, zipped
 
 CASES = {f"{source}: {case}": (file, data) for source, case, file, data in cases()}
 

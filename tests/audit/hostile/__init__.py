@@ -1,0 +1,1 @@
+"""Hostile files, and the scanner that finds what loading them would run."""

@@ -30,9 +30,8 @@ from tests.commands import environment
 from tests.conftest import PROJECT
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft, with_rows
-from tests.tiny import random_model, save_model, save_tokenizer
+from tests.tiny import save_model, save_tokenizer
 from tests.weights.adapters.making import save, train
-from tests.weights.families.making import FAMILIES, FUSED, save_adapter
 from tests.weights.making import small_config, state_of
 
 Run = Callable[..., Done]
@@ -95,26 +94,6 @@ def test_is_delivered_as_peft_merges_it(here, name, bases, tmp_path) -> None:
     assert ("lm_head.weight" in ours) is not served_tied
     assert differing(ours, theirs) == []
     assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model with a square gate_up_proj in each expert, and an adapter by the current peft."""
-    root = tmp_path_factory.mktemp("moe")
-    config = FAMILIES["qwen3_moe"].config(moe_intermediate_size=16, vocab_size=320)
-    random_model(config).save_pretrained(root / "base")
-    save_tokenizer(root / "base")
-    targets = {"target_modules": ["q_proj"], "target_parameters": list(FUSED)}
-    return root / "base", save_adapter(root / "adapter", root / "base", "qwen3_moe", **targets)
-
-
-def test_a_square_parameter_needs_the_version(here, made, tmp_path) -> None:
-    base, adapter = made
-    source = Path(shutil.copytree(adapter, tmp_path / "source"))
-    edit_json(source / "adapter_config.json", peft_version="0.18.1")
-    done = here(f"source={source}", f"base={base}", "merge.base=original", code=2)
-    assert "gate_up_proj: peft before 0.19.1" in done.output
-    assert '"peft_version": "0.19.1"' in done.output
 
 
 def test_a_delivery_without_an_engine_does_nothing_twice(

@@ -20,7 +20,7 @@ from tasks.weights.lora import changes, read_adapter, require_values
 from tasks.weights.model import Model, live_model
 from tests.tiny import random_model
 from tests.weights.adapters.making import Tensors, altered, save, train
-from tests.weights.families.making import FAMILIES, merge
+from tests.weights.families.making import FAMILIES, FUSED, merge
 from tests.weights.making import state_of
 
 Edit = Callable[[Tensors], Any]
@@ -121,6 +121,20 @@ def test_copies_of_a_tied_tensor_have_to_agree(tmp_path: Path) -> None:
                 require_values(read_adapter(changed), total.copies)
         else:
             require_values(read_adapter(changed), total.copies)
+
+
+def test_a_square_parameter_needs_the_version(tmp_path: Path) -> None:
+    """Before peft 0.19.1 its factors lay the other way round."""
+    model = random_model(FAMILIES["qwen3_moe"].config(moe_intermediate_size=16)).float()
+    facts, settings = live_model(model), {"target_parameters": list(FUSED)}
+    good = _save(model, tmp_path / "good", target_modules=["q_proj"], **settings)
+    assert changes(read_adapter(good), facts).findings == []
+    for version in ("0.18.1", ""):
+        old = altered(good, tmp_path / "old", config={"peft_version": version})
+        findings = changes(read_adapter(old), facts).findings
+        name = "model.layers.{}.mlp.experts.gate_up_proj"
+        assert [line.partition(":")[0] for line in findings] == [name.format(n) for n in (0, 1)]
+        assert all('"peft_version": "0.19.1"' in line for line in findings)
 
 
 def test_folders_without_one_adapter(good: Path, tmp_path: Path) -> None:

@@ -292,12 +292,13 @@ def with_code(root: Path, code: str, **options: Any) -> list[Finding]:
 
 
 def test_values_are_named_and_read_unless_declined(tmp_path: Path) -> None:
-    root = model(put(up=([1, 3], np.nan), embed=([7, 9], 0)))(tmp_path)
+    root = model(put(up=([1, 3], np.nan), embed=([7, 9], 0), head=([7, 9], 0)))(tmp_path)
     assert errors(codes(root, values=False)) == set()
     (finding,) = with_code(root, "NOT_FINITE")
     assert (finding.tensor, finding.found.split()[0]) == (UP, "32")
     (finding,) = with_code(root, "CONSTANT_ROWS")
     assert finding.found.endswith(": 7, 9")
+    assert (EMBED in finding.tensor, HEAD in finding.tensor) == (True, True)
 
 
 def test_one_cause_has_one_finding(tmp_path: Path) -> None:

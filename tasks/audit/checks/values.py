@@ -6,6 +6,7 @@ Weights up to 2 GB are read, larger ones with values=true.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -232,20 +233,25 @@ def constant_rows(source: Source) -> Iterator[Fault]:
     """Rows of zeros or of equal elements; an error where a whole matrix of a model is."""
     padding = whole(of_text(source.config(), "pad_token_id"))  # zero by design
     embedding = embeddings_of(source.tensors, source.config()).input
+    same = defaultdict[tuple[str, bool], list[str]](list)
     for name, seen in source.once(scan).items():
         shape, count = source.tensors[name].shape, seen.zero_rows + seen.constant_rows
-        if len(shape) not in (2, 3) or ".lora_" in name or seen.nonfinite:
+        if len(shape) not in (2, 3) or _MAY_BE_EQUAL.search(name) or seen.nonfinite:
             continue
         is_needed = _is_needed(source, name)
         if seen.is_zero:
-            severity = ERROR if is_needed else None
-            yield Fault("zeros", "a trained matrix", tensors=[name], severity=severity)
+            same["zeros", is_needed].append(name)
         elif count == shape[0] > 1 and is_needed:
-            text = f"all {count} rows"
-            yield Fault(text, "a trained matrix", tensors=[name], severity=ERROR)
+            same[f"all {count} rows", True].append(name)
         elif count > 1 or (count and not (name == embedding and padding in seen.rows)):
-            text = f"{count} of {shape[0]} rows: {some(seen.rows)}"
-            yield Fault(text, "trained rows", tensors=[name])
+            same[f"{count} of {shape[0]} rows: {some(seen.rows)}", False].append(name)
+    for (text, is_error), names in same.items():
+        severity = ERROR if is_error else None
+        yield Fault(text, "trained values", tensors=names, severity=severity)
+
+
+_MAY_BE_EQUAL = re.compile(r"\.lora_|(qzeros|zero_point|g_idx)$")
+"""LoRA has checks of its own; symmetric quantisation has one zero point."""
 
 
 def _is_needed(source: Source, name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.audit.corpus import Clean, Corpus
+from tests.audit.making import edit_json
 from tests.tiny import random_model, save_tokenizer
 from tests.weights.adapters.making import quiet, train
 from tests.weights.families.making import FAMILIES, load
@@ -77,6 +78,52 @@ def save_fp8(corpus: Corpus, folder: Path) -> None:
 
     folder.rmdir()
     scale_fp8(corpus.clean("llama"), folder, "deepseek")
+
+
+GROUP = 16
+"""Columns to a scale in the packed models."""
+_INTEGERS = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group"}
+PACKED: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "modules_to_not_convert": None},
+    "compressed": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {**_INTEGERS, "group_size": GROUP}}
+        },
+    },
+}
+"""`quantization_config` by tool, as GPTQModel, AutoAWQ and llm-compressor write it."""
+
+
+def save_packed(corpus: Corpus, folder: Path, *, how: str) -> None:
+    """Save a model in 4 bits with keys, shapes and dtypes of a tool; the numbers are random."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(corpus.clean("llama"), folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    for key in [key for key in weights if key.endswith("_proj.weight")]:
+        (rows, columns), at = weights.pop(key).shape, key.removesuffix("weight")
+        groups, shape = columns // GROUP, (columns // 8, rows)
+        states = {"qweight": torch.Size(shape), "scales": torch.Size((groups, rows))}
+        if how == "awq":
+            states["qweight"] = torch.Size((columns, rows // 8))
+        if how == "compressed":
+            states = {"weight_packed": torch.Size(shape[::-1]), "weight_scale": (rows, groups)}
+            weights[f"{at}weight_shape"] = torch.tensor([rows, columns])
+            weights[f"{at}weight_zero_point"] = torch.zeros(rows // 8, groups, dtype=torch.int32)
+        else:
+            zeros = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)
+            weights[f"{at}qzeros"] = zeros
+            weights[f"{at}g_idx"] = torch.arange(columns, dtype=torch.int32) // GROUP
+        for name, size in states.items():
+            integers = torch.randint(-(2**31), 2**31, size, dtype=torch.int64).to(torch.int32)
+            floats = (torch.arange(integers.numel()) % 50 + 32).reshape(size).bfloat16() / 64
+            weights[at + name] = floats if "scale" in name else integers
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_json(folder / "config.json", quantization_config=PACKED[how])
 
 
 def save_ours(_: Corpus, folder: Path) -> None:
@@ -175,6 +222,7 @@ CLEAN: dict[str, Clean] = {
     "nf4": Clean(save_nf4),
     "fp8": Clean(save_fp8),
     "fp8-lora": Clean(partial(save_adapter, base="llama"), "fp8"),
+    **{how: Clean(partial(save_packed, how=how)) for how in PACKED},
     "ours": Clean(save_ours),
     "lora": _adapter("qwen2"),
     "all-linear": _adapter("qwen2", target_modules="all-linear"),

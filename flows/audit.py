@@ -4,7 +4,7 @@
     python flows/audit.py DIR base=DIR               an adapter or a merge against its base
     python flows/audit.py DIR values=true            tensor data too, at the disk's speed
     python flows/audit.py MERGED base=DIR adapter=DIR values=true    check every merged tensor
-    python flows/audit.py DIR out=report.json        the report as JSON; out=- prints it
+    python flows/audit.py DIR out=report.json        as JSON; .xml as JUnit, .md as Markdown
     python flows/audit.py DIR fix=true out_dir=NEW   a repaired copy, if that loses no data
     python flows/audit.py DIR prefect=true           recorded: a flow run, an MLflow run
 
@@ -24,18 +24,17 @@ if __name__ == "__main__":
 
     start("flows.cli.tool", "audit")
 
-import json
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from flows.cli.composed import Composed
-from flows.cli.output import folder, inside, no_folder, write_report
+from flows.cli.output import folder, inside, no_folder, show
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.finding import Finding, preflight
-from tasks.core.terminal import json_text, plain
+from tasks.core.terminal import plain
 
 MAX_MEMORY = 16 << 30
 """Bytes of address space for reading a folder that may be hostile, whatever its files say."""
@@ -49,19 +48,11 @@ def job(composed: Composed, words: list[str]) -> int:
     if settings["prefect"]:
         from flows.orchestration.flow_body import run_recorded
 
-        document = run_recorded("audit", composed, words)
-        if settings["out"] in (None, "-"):
-            print(json.dumps(document, indent=1))
-        ok = document["ok"]
+        ok = run_recorded("audit", composed, words)["ok"]
     else:
         report = examine(settings)
-        if settings["out"] is None:
-            print(report.text())
-        elif settings["out"] == "-":
-            print(json_text(report.as_json()))
+        show(report, settings["out"])
         ok = report.ok
-    if settings["out"] not in (None, "-"):
-        print(plain(f"{settings['source']}: {'no error' if ok else 'errors'}; {settings['out']}"))
     if settings["fix"]:
         _repair(settings)
     return 0 if ok or settings["fix"] else 1
@@ -83,16 +74,16 @@ def _repair(settings: Mapping[str, Any]) -> None:
 
 
 def examine(settings: Mapping[str, Any]) -> Report:
-    """Run an audit, and write the report to `out` if it is a file.
+    """Run an audit.
 
     Raises:
         ConfigError: a folder cannot be read, or `out` lies inside it.
     """
     preflight(list(_problems(settings)))
-    base, adapter, out = settings["base"], settings["adapter"], settings["out"]
+    base, adapter = settings["base"], settings["adapter"]
     try:
         with bounded_memory(settings["source"]):
-            report = audit(
+            return audit(
                 folder(settings["source"]),
                 base=folder(base) if base else None,
                 values=settings["values"],
@@ -102,9 +93,6 @@ def examine(settings: Mapping[str, Any]) -> Report:
         raise
     except PlumblineError as error:
         raise ConfigError(error.message, details=error.details, hint="source=<folder>") from error
-    if out not in (None, "-"):
-        write_report(out, json_text(report.as_json()) + "\n")
-    return report
 
 
 def _problems(settings: Mapping[str, Any]) -> Iterator[Finding]:

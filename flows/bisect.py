@@ -2,7 +2,7 @@
 
     python flows/bisect.py a=DIR b=DIR                     the first module that differs, and why
     python flows/bisect.py a=BASE a_adapter=DIR b=MERGED   an unmerged adapter against its merge
-    python flows/bisect.py a=DIR b=DIR out=report.json     the report as JSON; out=- prints it
+    python flows/bisect.py a=DIR b=DIR out=report.json     as JSON, .xml as JUnit; out=- prints it
     python flows/bisect.py a=DIR b=DIR b_dtype=float32     load b in another dtype
     python flows/bisect.py a=DIR b=DIR profile=standard    a wider gate: below it nothing differs
 
@@ -30,11 +30,11 @@ from typing import Any
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
-from flows.cli.output import folder, inside, no_folder, write_report
+from flows.cli.output import folder, inside, no_folder, show
 from tasks.bisect.run import Options, bisect
 from tasks.core.errors import ConfigError, StageProcessError
 from tasks.core.finding import Finding, preflight
-from tasks.core.terminal import json_text, typed
+from tasks.core.terminal import typed
 from tasks.delivery.reference import probe_texts
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
@@ -66,10 +66,7 @@ def job(composed: Composed, words: list[str]) -> int:
         except StageProcessError as error:  # its own exit status means that the models part
             reason = f"they cannot be compared: {error.message}"
             raise ConfigError(reason, details=error.details, hint=_hint(error)) from error
-    document, out = json_text(report.as_json()), settings["out"]
-    if out not in (None, "-"):
-        write_report(out, document + "\n")
-    print(document if out == "-" else report.text())
+    show(report, settings["out"])
     return report.exit_status
 
 

@@ -21,16 +21,17 @@ from prefect.runtime import flow_run
 
 from flows.audit import examine
 from flows.cli.composed import Composed
+from flows.cli.output import show
 from flows.cli.registry import registry
 from flows.cli.tool import read
 from flows.orchestration.flow_body import reported
 from flows.orchestration.flow_run import provenance, tracker_of
 from flows.orchestration.prefect_tasks import in_deployment
-from flows.verify import show, verified
+from flows.verify import verified
 from tasks.audit.check import Severity
 from tasks.core.errors import ArtifactError, DriftError, PlumblineError, first_and_more
 from tasks.core.redaction import redact
-from tasks.core.terminal import json_text, plain
+from tasks.core.terminal import plain
 from tasks.pipeline.artifact import open_artifact
 from tasks.pipeline.artifact import verify as damages
 from tasks.tracking.mlflow_server import Version
@@ -87,7 +88,6 @@ def record_verify(composed: Composed) -> dict[str, Any]:
         "verify.causes": ", ".join(cause.code for cause in report.causes),
     }
     _record(composed, "verify-checks", report, report.line, tags, numbers)
-    show(report, composed.settings["out"])
     if in_deployment():
         get_run_logger().info("%s", report.text())
     if report.outcome == "verified":
@@ -109,9 +109,8 @@ def _record(
     """Record a report of an audit or a verification: an artifact in Prefect, a run in MLflow."""
     command, markdown = key.partition("-")[0], report.markdown()
     create_markdown_artifact(redact(markdown), key=key, description=redact(line))
-    files = {"report.json": json_text(report.as_json()) + "\n", "report.txt": report.text() + "\n"}
-    if command == "verify":
-        files["report.xml"] = report.junit()
+    files = {name: report.form(name) for name in ("report.json", "report.txt", "report.xml")}
+    show(report, composed.settings["out"])
     numbers = {**numbers, f"{command}/seconds": report.seconds}
     tags = {"prefect.flow_run_id": str(flow_run.id), **tags, **provenance()}
     tracker, title = tracker_of(composed), f"{command} {Path(report.source).name}"

@@ -27,11 +27,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flows.cli.composed import Composed
-from flows.cli.output import folder, inside, no_folder, write_report
+from flows.cli.output import folder, inside, no_folder, show
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.finding import Finding
 from tasks.core.redaction import redact
-from tasks.core.terminal import json_text, plain
+from tasks.core.terminal import plain
 from tasks.verify.reference import read_reference
 from tasks.verify.report import EXIT_STATUS, Report
 from tasks.verify.run import choose, verify
@@ -82,7 +82,7 @@ def verified(settings: Mapping[str, Any]) -> Report:
 
 def problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the mistakes that this machine can tell."""
-    url, source, out = (settings[key] for key in ("url", "source", "out"))
+    url, source = settings["url"], settings["source"]
     parts = urlsplit(url or "")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         rest = redact((url or "").partition("://")[2] or url or "<host>:8000")
@@ -93,22 +93,6 @@ def problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     else:
         yield from no_folder("source", source)
     yield from inside(settings, "source")
-    if out not in (None, "-") and not folder(out).parent.is_dir():
-        yield Finding("out", out, "its folder does not exist", "out=<a file in a folder>")
-
-
-def show(report: Report, out: str | None) -> None:
-    """Print the report, and write it to `out` if it is a file: JUnit if it ends with .xml.
-
-    Raises ConfigError if the file cannot be written.
-    """
-    if out == "-":
-        print(json_text(report.as_json()))
-        return
-    print(report.text())
-    if out is not None:
-        is_junit = Path(out).suffix == ".xml"
-        write_report(out, report.junit() if is_junit else json_text(report.as_json()) + "\n")
 
 
 def _line(what: str, error: PlumblineError) -> str:

@@ -16,7 +16,7 @@ from tasks.core.errors import TrackingError
 from tasks.pipeline.artifact import CARD, Artifact, remember
 from tasks.pipeline.report import RegisteredModel, StageResult
 from tasks.register import Registry, register, require_passed
-from tasks.release.gate import Gate, conditions, judge, measured, run_kinds, table
+from tasks.release.gate import Gate, conditions, judge, measured, run_kinds
 from tasks.release.model_card import write_card
 from tasks.tracking.mlflow_server import CHAMPION, EVALUATED_ON, GATE, NUMBERS
 
@@ -34,11 +34,11 @@ def register_served(
     try:
         with flow_run.record.stage("register"):
             gate, tags = _judge(results, registry, last)
-            rows, reasons = gate.rows(), list(gate.reasons)
-            summary.gate = {"passed": gate.passed, "reasons": reasons, "conditions": rows}
+            summary.gate = gate.as_json()
             flow_run.tags |= tags
-            if rows:
-                _log_gate(flow_run, gate, rows)
+            if gate.verdicts:
+                summary.gate["text"] = gate.text()
+                _log_gate(flow_run, gate)
             summary.gate |= flow_run.host.call(
                 "register",
                 lambda log: _write_version(flow_run, served, gate, registry, last),
@@ -83,15 +83,14 @@ def _judge(
     return gate, {NUMBERS: json.dumps(own), EVALUATED_ON: rows, GATE: verdict}
 
 
-def _log_gate(flow_run: FlowRun, gate: Gate, rows: list[dict[str, Any]]) -> None:
+def _log_gate(flow_run: FlowRun, gate: Gate) -> None:
     """Show the table of the gate, and log it in MLflow."""
-    lines = list(table(rows))
-    for line in lines:
-        flow_run.host.log.info("%s", line)
+    flow_run.host.log.info("%s", gate.text().strip())
+    rows = gate.as_json()["conditions"]
     data = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
     files = {"gate.json": json.dumps(data, indent=1)}  # as MLflow's `log_table` writes it
-    text = "\n".join(["```", *lines, "```"])
-    flow_run.mechanism.tracker.log_parent({"gate/passed": float(gate.passed)}, files, text)
+    metrics = {"gate/passed": float(gate.passed)}
+    flow_run.mechanism.tracker.log_parent(metrics, files, gate.markdown())
 
 
 def _write_version(

@@ -10,6 +10,7 @@ from tasks.core.errors import ConfigError
 from tasks.core.files import meant
 from tasks.core.finding import Finding
 from tasks.core.private import open_up
+from tasks.core.report import Report
 from tasks.core.terminal import typed
 
 
@@ -27,17 +28,27 @@ def no_folder(key: str, text: str) -> Iterator[Finding]:
 
 
 def inside(settings: Mapping[str, Any], *keys: str) -> Iterator[Finding]:
-    """Yield a finding if `out` lies in a folder of the settings `keys`, which are only read."""
+    """Yield a finding if `out` has no folder, or lies in one of `keys`, which are only read."""
     out = settings["out"]
-    for key in keys if out not in (None, "-") else ():
+    if out in (None, "-"):
+        return
+    if not folder(out).parent.is_dir():
+        yield Finding("out", out, "its folder does not exist", "out=<a file in a folder>")
+    for key in keys:
         if settings[key] and folder(out).resolve().is_relative_to(folder(settings[key]).resolve()):
             yield Finding("out", out, f"{key} is only read", "out=<a file elsewhere>")
 
 
-def write_report(out: str, text: str) -> None:
-    """Write a report to the file that a user named. Raises ConfigError if it cannot be written."""
+def show(report: Report, out: str | None) -> None:
+    """Print a report, and write it to `out` in the form of its ending; `-` prints JSON.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    print(report.text() if out != "-" else report.form("-"))
+    if out in (None, "-"):
+        return
     try:
-        folder(out).write_text(text)
+        folder(out).write_text(report.form(out))
         open_up(folder(out))
     except OSError as error:
         raise ConfigError(f"out={out}: {error.strerror}", hint="out=<a file elsewhere>") from error

@@ -13,7 +13,6 @@ from typing import Any
 from flows.orchestration.evaluation import evaluation_lines
 from tasks.core.terminal import plain
 from tasks.pipeline.report import StageResult
-from tasks.release.gate import table
 
 DIGITS = 8
 """Digits of a digest in the table; a folder is found by them."""
@@ -84,8 +83,7 @@ class Summary:
             cells = _handoff_cells(self.refused)
             rows.append((self.refused["stage"], "", "", "", *cells, "refused"))
         lines = [_LINE.format(*row).rstrip() for row in rows]
-        conditions = (self.gate or {}).get("conditions", ())
-        gate = [*table(conditions), ""] if conditions else []
+        gate = [self.gate["text"].strip(), ""] if self.gate and "text" in self.gate else []
         return "\n".join([*lines, "", *gate, *self._closing()]) + "\n"
 
     def markdown(self, report: Path | None = None) -> str:

@@ -11,44 +11,33 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasks.audit.check import Finding, Severity, errors_of, examine, printable
 from tasks.audit.source import command, commands, open_source
-from tasks.core.terminal import plain
+from tasks.core import report
+from tasks.core.report import Page, Row
 
 _UNREADABLE = ("FILE_MISSING", "INDEX_WRONG")
 """Errors of a base that cannot be compared with anything."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """The result of an audit.
+class Report(report.Report):
+    """The result of an audit."""
 
-    Attributes:
-        source: path of the folder, as the user wrote it.
-        kind: kind of the folder, for programs; see `tasks.audit.source.Kind`.
-        what: description of the folder, for people.
-        findings: all findings, the worst first.
-        seconds: wall time.
-        mendable: True if `fix=true` writes a copy without errors.
-        values: True if the data of all tensors was read, too.
-        base: folder of the base that it was compared with; "" for none.
-        of_base: audit of that base as a folder of its own; None without a base.
-    """
-
-    source: str
-    kind: str
-    what: str
-    findings: tuple[Finding, ...]
+    command = "audit"
+    source: str  # path of the folder, as the user wrote it
+    kind: str  # for programs; see `tasks.audit.source.Kind`
+    what: str  # for people
+    findings: tuple[Finding, ...]  # the worst first
     seconds: float
-    mendable: bool = False
-    values: bool = True
-    base: str = ""
-    of_base: Report | None = None
+    mendable: bool = False  # `fix=true` writes a copy without errors
+    values: bool = True  # the data of all tensors was read, too
+    base: str = ""  # folder of the base that it was compared with
+    of_base: Report | None = None  # audit of that base as a folder of its own
 
     @property
     def ok(self) -> bool:
@@ -73,20 +62,26 @@ class Report:
             **({"base": self.of_base.as_json()} if self.of_base is not None else {}),
         }
 
-    def text(self) -> str:
-        """Return the report for a terminal: kind, findings with explanations, counts."""
+    def page(self) -> Page:
+        """Return the findings, the worst first, then the errors of the base."""
+        rows, explained = list[Row](), set[tuple[str, str]]()
+        base = self.of_base if self.of_base is not None and self.of_base.errors else None
+        for finding in (*self.findings, *(base.errors if base else ())):
+            names = ["found", "expected", "why", "fix"]
+            if (finding.code, finding.why) in explained:  # most findings of a code have one reason
+                names.remove("why")
+            explained.add((finding.code, finding.why))
+            details = [f"{name + ':':<10}{getattr(finding, name)}" for name in names]
+            where = finding.where if len(rows) < len(self.findings) else f"base: {finding.where}"
+            rows.append(Row(finding.code, finding.severity.value, where, details=details))
         unread = "" if self.values else "; headers only, values=true reads the weights, too"
-        lines = [f"{self.source}: {self.what}", *_lines(self.findings)]
-        lines += ["", f"{self.counts} in {self.seconds:.1f} s{unread}"]
-        if self.mendable:
-            lines.append(f"a copy without the errors: {self.mending}")
-        if self.of_base is not None and self.of_base.errors:
-            lines += ["", f"{self.of_base.source}: the base, not the {self.kind}:"]
-            lines += [*_lines(self.of_base.errors), "", self.of_base.command]
-        return plain("\n".join(lines))
+        line = f"{self.counts} in {self.seconds:.1f} s{unread}"
+        tail = [f"a copy without the errors: {self.mending}"] if self.mendable else []
+        tail += [f"the base has errors: {base.typed}"] if base else []
+        return Page([f"{self.source}: {self.what}"], rows, line, tail)
 
     @property
-    def command(self) -> str:
+    def typed(self) -> str:
         """The command that prints this report."""
         return command("audit", source=self.source, values=True if self.values else None)
 
@@ -94,10 +89,6 @@ class Report:
     def mending(self) -> str:
         """The command that writes a copy without errors; "" if there is none."""
         return commands(self.source, self.base or None)["repair"] if self.mendable else ""
-
-    def markdown(self) -> str:
-        """Return the text for pages of orchestrators and trackers, which do not render it."""
-        return "```text\n" + self.text().replace("`", "'") + "\n```\n"
 
     @property
     def counts(self) -> str:
@@ -155,14 +146,3 @@ def audit(
         "" if opened.base is None else str(opened.base.folder.root),
         of_base,
     )
-
-
-def _lines(findings: tuple[Finding, ...]) -> Iterator[str]:
-    explained: set[tuple[str, str]] = set()
-    for finding in findings:
-        yield f"\n{finding.severity.value:<8} {finding.code}  {finding.where}"
-        names = ["found", "expected", "why", "fix"]
-        if (finding.code, finding.why) in explained:  # most findings of a code have one reason
-            names.remove("why")
-        explained.add((finding.code, finding.why))
-        yield from (f"  {name + ':':<10}{getattr(finding, name)}" for name in names)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tasks.core.terminal import plain
+from tasks.core import report
+from tasks.core.report import Cause, Page, Row
 
 SHOWN = 10
 """Rows of a table."""
@@ -67,25 +68,24 @@ class Divergence:
     cause: str = ""
     hint: str = ""
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the terminal's text."""
-        yield f"{self.module} ({_WHERE[self.where]})"
+    def row(self, verdict: str) -> Row:
+        """Return it as a row of the report."""
+        details = []
         if self.distance:
             name = "arriving input" if self.where == "input" else "output for the same input"
-            yield f"  {name}: {self.distance:.2%} off, noise {self.noise:.2%}"
+            details.append(f"{name}: {self.distance:.2%} off, noise {self.noise:.2%}")
         elif self.where == "weights":
-            yield "  no probe shows it: an expert or a token that the probes do not use"
-        yield from (f"  {gap.line}" for gap in self.tensors)
-        if self.cause:
-            yield f"  likely cause: {self.cause}"
-        if self.hint:
-            yield f"  -> {self.hint}"
+            details.append("no probe shows it: an expert or a token that the probes do not use")
+        details += [gap.line for gap in self.tensors]
+        causes = [Cause("", self.cause, self.hint)] if self.cause else []
+        return Row(self.module, verdict, _WHERE[self.where], causes=causes, details=details)
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(report.Report):
     """The result of a bisection."""
 
+    command = "bisect"
     a: str
     b: str
     verdict: str  # a key of `VERDICTS`
@@ -109,33 +109,32 @@ class Report:
         first = asdict(self.divergences[0]) if self.divergences else None
         return {**asdict(self), "first": first, "exit_status": self.exit_status}
 
-    def text(self) -> str:
-        """Return the report as text for the terminal."""
-        return plain("\n".join(self._lines()))
-
     def summary(self) -> str:
         """Return one line for the details of another error."""
         if not self.divergences or self.verdict != "differs":
-            return f"bisect: {VERDICTS[self.verdict]}" + (f": {self.reason}" if self.reason else "")
+            return f"bisect: {self.line}"
         first = self.divergences[0]
         return f"bisect: they part at {first.module} ({_WHERE[first.where]}): {first.cause}"
 
-    def _lines(self) -> Iterator[str]:
-        yield f"a: {self.a}"
-        yield f"b: {self.b}" + (f" in {self.engine}" if self.engine != "transformers" else "")
+    @property
+    def line(self) -> str:
+        """The verdict and its reason."""
+        return VERDICTS[self.verdict] + (f": {self.reason}" if self.reason else "")
+
+    def page(self) -> Page:
+        """Return the first divergence with details, and the next ones."""
+        engine = f" in {self.engine}" if self.engine != "transformers" else ""
+        head, tail = [f"a: {self.a}", f"b: {self.b}{engine}"], []
         if self.drift is not None:
             numbers = ", ".join(f"{key} {value:.3g}" for key, value in self.drift.items())
-            yield f"whole model: {numbers}"
-            yield f"  {self.limit or 'within the profile'}"
-        yield from (f"note: {note}" for note in self.notes)
-        yield ""
-        yield VERDICTS[self.verdict] + (f": {self.reason}" if self.reason else "")
-        if self.divergences:
-            yield f"modules that agree before it: {self.agreeing} of {self.modules}"
-            yield from (f"  {line}" for line in self.divergences[0].lines())
-            if rest := self.divergences[1:]:
-                yield f"further modules that differ: {len(rest)}"
-                yield from (f"  {row.module}: {row.where}; {row.cause}" for row in rest[:SHOWN])
-        if self.config:
-            yield "config.json differs:"
-            yield from (f"  {line}" for line in self.config[:SHOWN])
+            head += [f"whole model: {numbers}", f"  {self.limit or 'within the profile'}"]
+        head += [f"note: {note}" for note in self.notes]
+        verdict = "differs" if self.verdict == "differs" else "below"
+        rows = [each.row(verdict) for each in self.divergences[:SHOWN]]
+        rows[1:] = [replace(row, details=()) for row in rows[1:]]
+        if rows:
+            count = f"modules that differ: {len(self.divergences)}"
+            tail.append(f"{count}; that agree before: {self.agreeing} of {self.modules}")
+        lines = [f"  {line}" for line in self.config[:SHOWN]]
+        tail += ["config.json differs:", *lines] if lines else []
+        return Page(head, rows, self.line, tail, proves=self.verdict != "refused")

@@ -44,7 +44,7 @@ class Audit(Recorded):
     base: str | None = None  # folder of its base model; null: the one that an adapter names
     adapter: str | None = None  # adapter that was merged into base: proves the merge
     values: bool | None = None  # true: read all tensor data; null: up to 2 GB
-    out: str | None = None  # file for the report as JSON, "-" for standard output; null: a table
+    out: str | None = None  # file for the report: .xml JUnit, .md, .txt, else JSON; "-": print JSON
     fix: bool = False  # true: write a repaired copy into out_dir
     out_dir: str | None = None  # folder to write the repaired copy to
     prefect: bool = False  # true: run as a Prefect flow, with the findings in MLflow
@@ -62,7 +62,7 @@ class Verify(Recorded):
     profile: Profile = "standard"  # limits of the server's distance from the trained model
     timeout_s: Positive = 60.0  # seconds to wait for one response
     workers: Annotated[int, Interval(ge=1, le=256)] = 8  # requests at a time
-    out: str | None = None  # file for the report, .xml as JUnit, else JSON; "-": print JSON
+    out: str | None = None  # file for the report: .xml JUnit, .md, .txt, else JSON; "-": print JSON
     prefect: bool = False  # true: run as a Prefect flow, with the report in MLflow
     tag: str = ""  # free text that tells flow runs apart
 
@@ -81,7 +81,7 @@ class Bisect(InRuns):
     profile: Profile = "strict"  # drift within this profile is no difference
     device: Device = "auto"  # auto: a GPU if there is one
     timeout_s: Positive = 1800.0  # seconds for everything
-    out: str | None = None  # file for the report as JSON, "-" for standard output; null: a table
+    out: str | None = None  # file for the report: .xml JUnit, .md, .txt, else JSON; "-": print JSON
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def require_base(base: Path, *, values: bool | None = None) -> None:
     """Raise ConfigError if the base itself is broken. `require_own_ids` has to follow."""
     report = base_errors(base, values=values, alone=True)
     if report.findings:
-        raise refused(report, key="base", hint=report.command)
+        raise refused(report, key="base", hint=report.typed)
 
 
 def require_sound(base: Path) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from tasks.config.sections import Smoke
 from tasks.core.contract import Check
+from tasks.core.report import Row
 from tasks.drift.fingerprint import Fingerprint
 from tasks.evaluation.prompts import Question, Setup
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
@@ -29,7 +30,6 @@ from tasks.serving.vllm.server import AT_ONCE, running
 from tasks.verify.asked import Asked
 from tasks.verify.compare import Aligned
 from tasks.verify.reference import Probe, Reference, token_facts
-from tasks.verify.report import Row
 from tasks.verify.run import run_checks
 from tasks.verify.servers.client import Client, parallel
 from tasks.verify.servers.dialects import LlamaCppServer, OpenAiServer

@@ -12,32 +12,26 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tasks.config.defaults import ONLINE
 from tasks.core.contract import Z_95, share_interval
+from tasks.core.report import Page, Report, Row
 from tasks.data.kinds import names_texts
 from tasks.tracking.mlflow_server import Version
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number that a condition can name, by the keys of its metrics.
-
-    Attributes:
-        base: the same metric of the model before training; empty if it is not measured.
-        count: metric with the number of rows, if the number is a share of them.
-        error: metric with its standard error.
-        kinds: kinds of runs that measure it, see `run_kinds`; empty for all.
-    """
+    """A number that a condition can name, by the keys of its metrics."""
 
     key: str
-    base: str = ""
-    count: str = ""
-    error: str = ""
-    kinds: tuple[str, ...] = ()
+    base: str = ""  # the same metric before training; empty if it is not measured
+    count: str = ""  # metric with the number of rows, if the number is a share of them
+    error: str = ""  # metric with its standard error
+    kinds: tuple[str, ...] = ()  # runs that measure it, see `run_kinds`; empty for all
 
 
 _CHAT, _PROBED = ("chat", "online"), ("chat", "online", "texts")
@@ -199,18 +193,43 @@ class Verdict:
     ok: bool = False
     verdict: str = "not measured"
 
+    @property
+    def text(self) -> str:
+        """Value, 95 % interval, limit and result."""
+        value = "" if self.value is None else f"{self.value:.6g}"
+        value += "" if self.low is None else f" ({self.low:.4g} to {self.high:.4g})"
+        limit = "" if self.limit is None else f", and the limit is {self.limit:.6g}"
+        return f"{value}{limit}: {self.verdict}" if value else self.verdict
+
 
 @dataclass(frozen=True)
-class Gate:
-    """Outcome of the gate: a verdict on each condition, and reasons if it has not passed."""
+class Gate(Report):
+    """Outcome of the gate: a verdict on each condition."""
 
-    passed: bool
-    reasons: tuple[str, ...] = ()
+    command = "gate"
     verdicts: tuple[Verdict, ...] = ()
 
-    def rows(self) -> list[dict[str, object]]:
-        """Return the table as plain values."""
-        return [asdict(verdict) for verdict in self.verdicts]
+    @property
+    def reasons(self) -> list[str]:
+        """Conditions that are not met."""
+        return [f"{each.condition}: {each.text}" for each in self.verdicts if not each.ok]
+
+    @property
+    def passed(self) -> bool:
+        """True if all conditions are met."""
+        return not self.reasons
+
+    def page(self) -> Page:
+        """Return the conditions."""
+        rows = [
+            Row(each.condition, "ok" if each.ok else "failed", each.text) for each in self.verdicts
+        ]
+        return Page((), rows, f"gate {'passed' if self.passed else 'not passed'}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict, the reasons and the table, for the summary of a run."""
+        table = [asdict(verdict) for verdict in self.verdicts]
+        return {"passed": self.passed, "reasons": self.reasons, "conditions": table}
 
 
 def parse(name: str, text: str) -> Condition:
@@ -249,10 +268,7 @@ def judge(
 
     Without a champion, conditions relative to it hold. `rows` is the hash of the evaluation rows.
     """
-    verdicts = [_verdict(condition, metrics, numbers, champion, rows) for condition in asked]
-    failed = (asdict(verdict) for verdict in verdicts if not verdict.ok)
-    reasons = tuple(table(list(failed)))
-    return Gate(not reasons, reasons, tuple(verdicts))
+    return Gate(tuple(_verdict(each, metrics, numbers, champion, rows) for each in asked))
 
 
 def _verdict(
@@ -284,12 +300,3 @@ def _verdict(
     noise = low is not None and high is not None and low < limit < high
     words = ("ok" if ok else "failed") + (", within noise" if noise else "")
     return Verdict(text, value, limit, low, high, ok, words)
-
-
-def table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """Yield a line for each verdict: condition, value, 95 % interval, limit, result."""
-    for row in rows:
-        value = "" if row["value"] is None else f" {row['value']:.6g}"
-        ends = "" if row["low"] is None else f" ({row['low']:.4g} to {row['high']:.4g})"
-        limit = "" if row["limit"] is None else f", and the limit is {row['limit']:.6g}"
-        yield f"{row['condition']}:{value}{ends}{limit}: {row['verdict']}"

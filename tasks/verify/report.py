@@ -7,16 +7,13 @@ What the server's API could not prove is named in every form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from textwrap import wrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
-from xml.etree import ElementTree
 
-from tasks.core.terminal import plain
+from tasks.core import report
+from tasks.core.report import Cause, Page, Row
 
-WIDTH, NAMES = 100, 15
-"""Characters of a line, and of the column of checks."""
 DECISIVE = "distribution"
 """Check without which nothing is verified."""
 Outcome = Literal["verified", "fault", "unverified"]
@@ -24,30 +21,10 @@ EXIT_STATUS: Mapping[Outcome, int] = {"verified": 0, "fault": 1, "unverified": 2
 
 
 @dataclass(frozen=True)
-class Cause:
-    """Likely cause of a fault: its code, the numbers that speak for it, and what to type."""
-
-    code: str
-    text: str
-    hint: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """Verdict of one check."""
-
-    code: str  # name of the check
-    verdict: Literal["ok", "fault", "unknown"]  # unknown: nothing was proven; never counts as ok
-    text: str  # one sentence for a person
-    measured: Mapping[str, float | str] = field(default_factory=dict)  # numbers and names by key
-    causes: Sequence[Cause] = ()  # likely causes of a fault, the likeliest first
-    limit: Mapping[str, float] = field(default_factory=dict)  # of numbers, by the same key
-
-
-@dataclass(frozen=True)
-class Report:
+class Report(report.Report):
     """Result of one verification."""
 
+    command = "verify"
     url: str  # without a password
     server: str  # dialect and version
     model: str
@@ -61,7 +38,7 @@ class Report:
     @property
     def faults(self) -> list[Row]:
         """Checks that found a fault."""
-        return [check for check in self.checks if check.verdict == "fault"]
+        return [check for check in self.checks if check.failed]
 
     @property
     def outcome(self) -> Outcome:
@@ -122,72 +99,10 @@ class Report:
             "checks": checks,
         }
 
-    def text(self) -> str:
-        """Return the report for a terminal: the checks as a table, faults first, the verdict."""
+    def page(self) -> Page:
+        """Return the checks, faults first."""
         about = f"{self.url} ({self.server}): {self.model}"
         about += f", base {self.base}" if self.base else ""
         reference = f"reference: {self.source} ({self.reference}), profile {self.profile}"
-        lines = [*_folded(about), *_folded(reference), ""]
-        lines += [f"{'check':<{NAMES}} {'verdict':<8} measured", "-" * WIDTH]
-        explained: set[str] = set()
-        for check in sorted(self.checks, key=lambda check: check.verdict != "fault"):
-            word = "FAULT" if check.verdict == "fault" else check.verdict
-            first = f"{check.code:<{NAMES}} {word:<8} "
-            for line in _details(check, explained):
-                lines += _folded(line, first, " " * (NAMES + 10))
-                first = " " * (NAMES + 10)
-        lines += ["-" * WIDTH, *_folded(f"{self.line}; {self.seconds:.1f} s")]
-        return plain("\n".join(lines))
-
-    def markdown(self) -> str:
-        """Return the report for pages of orchestrators and trackers: its text, as code."""
-        return f"```text\n{self.text().replace('```', chr(39) * 3)}\n```\n"
-
-    def junit(self) -> str:
-        """Return JUnit XML: one test case for each check, "unknown" as skipped.
-
-        "unverified" is an error: a program that counts failures must not take it for a success.
-        """
-        is_error = self.outcome == "unverified"
-        counts = {
-            "tests": len(self.checks) + is_error,
-            "failures": len(self.faults),
-            "errors": int(is_error),
-            "skipped": len(self.unproven),
-        }
-        attributes = {"name": "plumbline verify", **{key: str(n) for key, n in counts.items()}}
-        top = ElementTree.Element("testsuite", {**attributes, "time": f"{self.seconds:.3f}"})
-        outcomes = [(check.code, check.verdict, check.text) for check in self.checks]
-        details = {check.code: "\n".join(_details(check, set())) for check in self.faults}
-        types = {
-            check.code: ", ".join(cause.code for cause in check.causes) or check.code
-            for check in self.faults
-        }
-        for name, verdict, text in [*outcomes, *([("verdict", "error", self.line)] * is_error)]:
-            about = {"classname": plain(f"verify.{self.model}"), "name": plain(name)}
-            case = ElementTree.SubElement(top, "testcase", about)
-            kind = {"unknown": "skipped", "fault": "failure", "error": "error"}.get(verdict)
-            if kind:
-                about = {"message": plain(text)}
-                if verdict == "fault":
-                    about["type"] = types[name]
-                result = ElementTree.SubElement(case, kind, about)
-                result.text = plain(details.get(name, ""))
-        ElementTree.indent(top)
-        return ElementTree.tostring(top, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def _folded(line: str, first: str = "", indent: str = "  ") -> list[str]:
-    return wrap(line, WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def _details(check: Row, explained: set[str]) -> Iterator[str]:
-    """Yield the text, and the causes that are not `explained` yet with what to type."""
-    yield check.text
-    for cause in check.causes:
-        if cause.code in explained:
-            yield f"cause: as above [{cause.code}]"
-            continue
-        explained.add(cause.code)
-        yield f"cause: {cause.text} [{cause.code}]"
-        yield f"-> {cause.hint}"
+        line, proves = f"{self.line}; {self.seconds:.1f} s", self.outcome != "unverified"
+        return Page([about, reference], self.checks, line, proves=proves)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.report import Row
 from tasks.drift.fingerprint import PROFILES
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
@@ -19,7 +20,7 @@ from tasks.verify.checks.prompt import context, eos, template, tokens
 from tasks.verify.checks.sampling import sampling
 from tasks.verify.checks.weights import adapter, base, distribution
 from tasks.verify.reference import Reference
-from tasks.verify.report import Report, Row
+from tasks.verify.report import Report
 from tasks.verify.servers.server import ServedModel, Server
 
 CHECKS = {

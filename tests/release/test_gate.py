@@ -57,7 +57,7 @@ def test_a_number_that_cannot_be_compared_does_not_pass() -> None:
         assert words in reason
         with pytest.raises(ContractError, match=words):
             require_passed(refused)
-    require_passed(Gate(passed=True))
+    require_passed(Gate())
 
 
 def test_min_eval_gain_is_a_condition_in_percentage_points() -> None:
@@ -67,7 +67,7 @@ def test_min_eval_gain_is_a_condition_in_percentage_points() -> None:
     assert conditions_of({}, 5, {"reward"}) == [
         Condition("eval.pair_accuracy", ">=", "base", "+", 0.05)
     ]
-    assert judge(conditions_of({}, None, {"chat"}), {}, {}, None) == Gate(passed=True)
+    assert judge(conditions_of({}, None, {"chat"}), {}, {}, None) == Gate()
     assert not judge(conditions_of({}, 0.0, {"chat"}), {}, {}, None).passed
 
 

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.register import register
-from tasks.release.gate import Gate
+from tasks.release.gate import Gate, Verdict
 from tasks.tracking.mlflow_server import EVALUATED_ON, NUMBERS
 from tasks.tracking.tracker import Tracker
 
@@ -65,8 +65,8 @@ def test_a_version_points_at_the_folder_and_is_the_candidate(
     with tracker.flow("f", {}, "", {}):
         before = dict(os.environ)
         model = model_of(served, "toy", "2026-03-01")
-        registered = register(tracker, model, Gate(passed=True))
-        again = register(tracker, model, Gate(passed=True))
+        registered = register(tracker, model, Gate())
+        again = register(tracker, model, Gate())
         assert dict(os.environ) == before
     assert registered == again == Registered("models:/toy/1", "models:/toy/1")
     version = client.get_model_version_by_alias("toy", "candidate")
@@ -104,8 +104,8 @@ def test_only_a_model_that_passed_becomes_champion(tracker: Tracker, tmp_path: P
     first = replace(first, tags={NUMBERS: '{"eval.exact_match": 0.9}', EVALUATED_ON: "rows"})
     with tracker.flow("f", {}, "", {}):
         assert tracker.champion("c") is None
-        passed = register(tracker, first, Gate(passed=True), promote=True)
-        failed = register(tracker, second, Gate(False, ("too low",)), promote=True)
+        passed = register(tracker, first, Gate(), promote=True)
+        failed = register(tracker, second, Gate((Verdict("loss <= 1"),)), promote=True)
         champion = tracker.champion("c")
     assert passed == Registered("models:/c/1", "models:/c/1", "models:/c/1")
     assert failed == Registered("models:/c/2", "models:/c/2")

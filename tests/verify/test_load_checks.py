@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
-from tasks.verify.report import Row
 from tests.verify.toy_model import causes, reference
 from tests.verify.toy_servers import MODELS, ToyServer
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.prompt import context, eos, template, tokens
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.report import Row
 from tasks.verify.servers.server import Server
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 from tests.verify import toy_model as toy

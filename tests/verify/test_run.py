@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from tasks.core.report import Cause, Row
 from tasks.verify.compare import align, kl_of
-from tasks.verify.report import EXIT_STATUS, Cause, Report, Row
+from tasks.verify.report import EXIT_STATUS, Report
 from tasks.verify.run import Target, choose, verify
 from tasks.verify.servers.server import ServedModel, ServerError
 from tasks.witness.plumbline_witness.prints import FormatNoise

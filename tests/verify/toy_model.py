@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.core.report import Row
 from tasks.drift.fingerprint import Fingerprint
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.report import Row
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 
 SIZE = 8

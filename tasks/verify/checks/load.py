@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.core.report import Cause, Row
 from tasks.drift.fingerprint import DriftLimit
 from tasks.verify.asked import Asked
-from tasks.verify.report import Cause, Row
 from tasks.verify.servers.client import parallel
 from tasks.verify.servers.server import Entry, Generated, Scores, UnsupportedError, score
 from tasks.witness.plumbline_witness.prints import kl_by_position

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.report import Cause, Row
 from tasks.verify.servers.server import Prompt, ServerError, UnsupportedError
 from tasks.witness.plumbline_witness.probes import LIMIT
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.core.report import Cause, Row
 from tasks.verify.asked import Asked
 from tasks.verify.compare import kl_of
 from tasks.verify.reference import Reference
-from tasks.verify.report import Cause, Row
 from tasks.verify.servers.client import parallel
 from tasks.verify.servers.server import ServerError, UnsupportedError
 

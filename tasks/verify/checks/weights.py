@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from tasks.core.report import Cause, Row
 from tasks.core.terminal import typed
 from tasks.drift.share import TOLERANCE
 from tasks.verify.asked import BLURRED, Asked
 from tasks.verify.compare import FEWEST
-from tasks.verify.report import Cause, Row
 from tasks.verify.servers.server import ServerError
 
 MOST = 16

@@ -31,6 +31,7 @@ from typing import Any
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.output import folder, inside, no_folder, show
+from tasks.bisect.report import MERGE
 from tasks.bisect.run import Options, bisect
 from tasks.core.errors import ConfigError, StageProcessError
 from tasks.core.finding import Finding, preflight
@@ -100,8 +101,7 @@ def problems(settings: Mapping[str, Any]) -> Iterator[Finding]:
     for name in ("a", "b"):
         yield from _side_problems(settings, name)
     if settings["engine"] == "vllm" and (settings["b_adapter"] or _base_of(folder(settings["b"]))):
-        merge = "merge it: python flows/deliver.py <adapter> base=<folder> out=<folder>"
-        yield Finding("engine", "vllm", "b is run without adapters", merge)
+        yield Finding("engine", "vllm", "b is run without adapters", MERGE)
     yield from inside(settings, "a", "b")
 
 

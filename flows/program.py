@@ -19,11 +19,13 @@ Each is a file of `flows/` under a shorter name: the same settings, output and e
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from importlib.util import find_spec
 from typing import NoReturn
 
 from flows.cli.start import start
+from tasks.core.terminal import STARTED
 
 COMMANDS = (
     "train", "plan", "list", "deliver", "audit", "verify", "bisect", "promote", "serve",
@@ -59,7 +61,8 @@ def main() -> NoReturn:
             f"plumbline: {command} needs torch, which is not installed -> {hint}", file=sys.stderr
         )
         sys.exit(2)
-    # Help and errors name the command by this; Hydra puts it into no file.
+    os.environ[STARTED] = "1"
+    # Help names the command by this; Hydra puts it into no file.
     sys.argv = [f"plumbline {command}", *rest, *(["plan=true"] if command == "plan" else [])]
     module = "rlhf" if command in ("train", "plan") else command
     if module in HYDRA:

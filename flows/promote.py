@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from flows.cli.composed import Composed
 from flows.cli.registry import named, registry
 from tasks.core.errors import ConfigError
-from tasks.core.terminal import plain
+from tasks.core.terminal import command, plain
 from tasks.pipeline.artifact import require_published
 from tasks.tracking.mlflow_server import CHAMPION
 
@@ -33,7 +33,7 @@ def job(composed: Composed, words: list[str]) -> int:
     if version is None:
         raise ConfigError(
             f"{folder} is a folder; registered versions are promoted",
-            hint="python flows/promote.py models:/<model>/<number>",
+            hint=f"{command('promote')} models:/<model>/<number>",
         )
     artifact = require_published(folder, version.digest)
     with registry(composed) as server:

@@ -57,7 +57,8 @@ def _head(names: Vocabulary) -> list[str]:
     """Return the docstring of the program's file, which is not imported, and the experiments."""
     source = (CONF.parent / "flows" / f"{names.program}.py").read_text(encoding="utf-8")
     shown = ["", *experiment_lines(names.folders)] if EXPERIMENTS in names.groups else []
-    return [plain(ast.get_docstring(ast.parse(source)) or ""), *shown]
+    text = ast.get_docstring(ast.parse(source)) or ""
+    return [plain(text).replace(f"python flows/{names.program}.py", names.command), *shown]
 
 
 def experiment_lines(folders: Sequence[Path] = (CONF,), words: Sequence[str] = ()) -> list[str]:

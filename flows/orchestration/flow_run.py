@@ -31,6 +31,7 @@ from tasks.core import machine
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import ContractError, PlumblineError, TrackingError
 from tasks.core.redaction import redact, redact_error
+from tasks.core.terminal import command
 from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
 from tasks.pipeline.artifact import sweep
 from tasks.pipeline.locks import FOREVER, Needs, Patience, devices
@@ -155,7 +156,7 @@ class FlowRun:
         )
         summary = Summary("running", flow, exp, 0.0, run=run_id)
         if overrides:
-            summary.command = f"python flows/{flow}.py {shlex.join(overrides)}"
+            summary.command = f"{command(flow)} {shlex.join(overrides)}"
         return cls(composed, host, mechanism, summary, run_id, record, has_page)
 
     def scorer(self, threads: int | None) -> ReferenceScorer:

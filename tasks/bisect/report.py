@@ -8,11 +8,13 @@ from typing import Any
 
 from tasks.core import report
 from tasks.core.report import Cause, Page, Row
+from tasks.core.terminal import command
 
 SHOWN = 10
 """Rows of a table."""
-AUDIT = "read every byte of b: python flows/audit.py source=<b> base=<a> values=true"
-REDO = "make b's folder again from its source: python flows/deliver.py <source> out=<folder>"
+AUDIT = f"read every byte of b: {command('audit')} source=<b> base=<a> values=true"
+REDO = f"make b's folder again from its source: {command('deliver')} <source> out=<folder>"
+MERGE = f"merge it: {command('deliver')} <adapter> base=<folder> out=<folder>"
 
 VERDICTS = {
     "same": "no difference: both compute the same",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tasks.bisect.report import AUDIT, REDO, TensorGap
+from tasks.bisect.report import AUDIT, MERGE, REDO, TensorGap
 
 CHUNK = 1 << 24
 """Numbers that are compared at once."""
@@ -260,7 +260,7 @@ def _causes(
             yield text, REDO
         if a.dim() == 2 and (rank := _rank(b - a)):
             text = f"the difference has rank {rank}: an adapter is in one of the two alone"
-            yield text, "merge it: python flows/deliver.py <adapter> base=<folder> out=<folder>"
+            yield text, MERGE
     similarity = float((a * b).sum() / (a.norm() * b.norm()).clamp_min(1e-30))
     if abs(similarity) < 0.3 and a.numel() > 16:
         yield "b's tensor is unrelated to a's: that of another checkpoint, or a fresh one", REDO

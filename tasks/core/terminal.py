@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import sys
@@ -18,8 +19,6 @@ import traceback
 from typing import Any
 
 from tasks.core.redaction import redact
-
-_COMMAND = re.compile(r"\bpython flows/(\w+)\.py")
 
 _ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[ -/]*[0-~]?")
 """Escape sequences of ECMA-48: colours and cursor movements; the start of all others."""
@@ -32,23 +31,24 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 """Bytes of file names that are not UTF-8, and halves of characters in JSON: not printable."""
 
 
+STARTED = "PLUMBLINE_STARTED"
+"""Variable that `plumbline` sets, for commands in the texts of its children, too."""
+
+
 def plain(text: str) -> str:
     """Return a text without secrets, escape sequences and control characters.
 
     Lines and tabs stay. Halves of characters become U+FFFD, so that the result can be encoded.
-    Commands are written as this process was started: `plumbline audit`, or `python flows/audit.py`.
     """
     text = redact(text)
-    if "python flows/" in text:
-        text = _COMMAND.sub(lambda match: command(match[1]), text)
     if text.isascii() and text.isprintable():
         return text
     return _SURROGATES.sub("\ufffd", _CONTROLS.sub("", _ESCAPES.sub("", text)))
 
 
 def command(program: str) -> str:
-    """Return what starts a program of `flows/`, as this process was started."""
-    if sys.argv[0].startswith("plumbline "):
+    """Return what starts a program of `flows/`, as this process or its parent was started."""
+    if STARTED in os.environ:
         return "plumbline train" if program == "rlhf" else f"plumbline {program}"
     return f"python flows/{program}.py"
 
@@ -59,7 +59,7 @@ def to_stderr(line: str) -> None:
 
 
 def json_text(document: object) -> str:
-    """Return JSON whose commands are those of this environment; see `plain`."""
+    """Return JSON as `plain` text."""
     return plain(json.dumps(document, indent=1))
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, DataError, DriftError
+from tasks.core.terminal import command
 from tasks.witness.plumbline_witness import prints
 from tasks.witness.plumbline_witness.prints import BITS, FINE, FormatNoise, kl_by_position
 
@@ -81,7 +82,7 @@ def require_informative(measured: Fingerprint, what: str) -> None:
         return
     raise DriftError(
         f"{what} is no reference: {reason}; matrices of the base may be zero",
-        hint="python flows/audit.py source=<the base> values=true",
+        hint=f"{command('audit')} source=<the base> values=true",
     )
 
 

@@ -27,7 +27,7 @@ from blake3 import blake3
 from tasks.core.disk import file_stats, flush, flush_tree, write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.redaction import redacted
-from tasks.core.terminal import typed
+from tasks.core.terminal import command, typed
 from tasks.pipeline.locks import staging as staging
 from tasks.pipeline.locks import sweep as sweep
 from tasks.weights.files.documents import manifest_problem, read_json
@@ -224,7 +224,7 @@ def require_published(folder: Path, digest: str | None) -> Artifact:
     if not (folder / MANIFEST).is_file():
         raise ArtifactError(
             f"{folder} is no model that Plumbline served: it has no {MANIFEST}",
-            hint=f"python flows/deliver.py {typed('source', folder)} out=<a new folder>, which is "
+            hint=f"{command('deliver')} {typed('source', folder)} out=<a new folder>, which is "
             "proven and can be served; for an adapter also base=<its base>",
         )
     artifact = open_artifact(folder, "served")

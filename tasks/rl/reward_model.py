@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError, RewardError
+from tasks.core.terminal import command
 from tasks.process.output import Log
 from tasks.rl.responses import Response
 from tasks.rl.rewards import describe, error_details, validate_rewards
@@ -52,7 +53,7 @@ class RewardFolder:
         label = f"reward.model={path}"
         hint = (
             "reward.model=<the artifact of kind `served` of a chain with train=reward>; "
-            "python flows/deliver.py source=<it> out=<folder> converts a model to that class"
+            f"{command('deliver')} source=<it> out=<folder> converts a model to that class"
         )
         if path.is_dir():
             require_own_files(path)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tasks.core.errors import ArtifactError, PlumblineError
-from tasks.core.terminal import typed
+from tasks.core.terminal import command, typed
 from tasks.drift.fingerprint import Fingerprint, drift, require_informative
 from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import read_json, read_manifest
@@ -172,7 +172,7 @@ def read_reference(folder: Path) -> Reference:
     if witness.measured.name != FINGERPRINT:
         raise ArtifactError(
             f"{witness.folder}: scores of a reward model; verify compares log-probabilities",
-            hint="serve it by `python flows/deliver.py`, which compares its scores in the engine",
+            hint=f"serve it by `{command('deliver')}`, which compares its scores in the engine",
         )
     trained = _load(witness.measured)
     try:
@@ -203,7 +203,7 @@ def _served(folder: Path) -> Reference:
             "server with",
             hint="train with `python -m plumbline_witness -- <your training command>`, which "
             "records what a server is compared with; or make a served folder: "
-            f"`python flows/deliver.py {typed('source', folder)} base=<the base> "
+            f"`{command('deliver')} {typed('source', folder)} base=<the base> "
             "out=<a new folder>`, and give that as source",
         )
     trained = _load(path)

@@ -9,9 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.core.terminal import clean_logging, plain
+from tasks.core.terminal import STARTED, clean_logging, command, plain
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x00\x7ff\rg\x85h\u2028i"
+
+
+def test_a_text_is_not_rewritten_and_commands_are_as_typed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "a prompt about python flows/audit.py"
+    monkeypatch.delenv(STARTED, raising=False)
+    assert (command("rlhf"), plain(text)) == ("python flows/rlhf.py", text)
+    monkeypatch.setenv(STARTED, "1")
+    monkeypatch.setattr("sys.argv", ["plumbline train"])
+    assert (command("rlhf"), plain(text)) == ("plumbline train", text)
 
 
 def test_what_is_left() -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from tasks.core.report import Cause, Row
-from tasks.core.terminal import typed
+from tasks.core.terminal import command, typed
 from tasks.drift.share import TOLERANCE
 from tasks.verify.asked import BLURRED, Asked
 from tasks.verify.compare import FEWEST
@@ -188,7 +188,7 @@ def _nf4_on_16_bit(asked: Asked) -> tuple[str, str]:
 
 def _merge(asked: Asked) -> str:
     source = typed("source", asked.reference.folder)
-    return f"python flows/deliver.py {source} base=<the base> out=<a new folder>"
+    return f"{command('deliver')} {source} base=<the base> out=<a new folder>"
 
 
 def _causes(asked: Asked) -> tuple[Cause, ...]:
@@ -235,7 +235,7 @@ def _causes(asked: Asked) -> tuple[Cause, ...]:
     is_merged = (folder / "config.json").is_file()
     load = f"load {folder} under this name: --lora-modules {model}={folder}"
     if is_merged:
-        load = f"serve this folder, as it is: python flows/serve.py {shlex.quote(str(folder))}"
+        load = f"serve this folder, as it is: {command('serve')} {shlex.quote(str(folder))}"
     seen = f"mean KL {kl:.1e}, while the base on this server is exact"
     if dose is not None and not is_whole:
         rest = f"the rest of the difference is {remainder:.0%} of the adapter's effect"
@@ -293,7 +293,7 @@ def _causes(asked: Asked) -> tuple[Cause, ...]:
         ("other-weights", is_free, (
             f"mean KL {kl:.2g}, top-1 agreement {distance.top1_agreement:.2f}: the server has "
             f"{'another model' if kl > STRANGE else 'other weights'}",
-            "read every byte of what the server loaded: python flows/audit.py source=<its folder> "
+            f"read every byte of what the server loaded: {command('audit')} source=<its folder> "
             "values=true; a bad file: copy it again",
         )),
     ]  # fmt: skip

@@ -138,7 +138,7 @@ def open_source(
         ArtifactError: the folder or the base does not exist or cannot be listed.
     """
     source = recognise(root.absolute())  # a child process in another folder reads it, too
-    base = base or (_named_base(source.folder) if source.is_adapter else None)
+    base = base or (named_base(source.config(ADAPTER_CONFIG)) if source.is_adapter else None)
     if base is not None:
         source.base = recognise(base.absolute())
         source.base.values = values
@@ -241,12 +241,11 @@ def _model(folder: Folder, weights: Weights) -> tuple[Kind, str]:
     return Kind.MODEL, f"a full {names[0] if names else 'model'} ({stored})"
 
 
-def _named_base(folder: Folder) -> Path | None:
+def named_base(settings: Mapping[str, Any]) -> Path | None:
     """Return the local folder that an adapter names as its base, or its snapshot in the hub cache.
 
     A relative path is not followed: it depends on where training ran.
     """
-    settings = folder.json(ADAPTER_CONFIG)
     name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     revision = revision if isinstance(revision, str) and revision else "main"
     if not isinstance(name, str) or "\0" in name:

@@ -19,7 +19,7 @@ from typing import Any
 
 from tasks.audit.checks.values import value_faults
 from tasks.audit.scan import first_difference
-from tasks.audit.source import open_source
+from tasks.audit.source import named_base, open_source
 from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.files import meant
@@ -45,16 +45,17 @@ def find_base(source: SourceFolder, base: str | None, store: Path) -> Path | Non
             hint = typed("base", near or "<folder of the base model>")
             raise ConfigError(f"base={base}: {what}", hint=hint)
         return folder
-    digest, name = _recorded_base(source)
+    digest, _ = _recorded_base(source)
     if digest and (original := published(digest, store, "base")) is not None:
         return original
-    return Path(name) if Path(name).is_absolute() and (Path(name) / CONFIG).is_file() else None
+    named = named_base(optional_json(source.root / ADAPTER_CONFIG))
+    return named if named is not None and (named / CONFIG).is_file() else None
 
 
 def base_missing(source: SourceFolder) -> ConfigError:
     """Return the error for an adapter whose base is unknown."""
     _, name = _recorded_base(source)
-    what = f"{name}, which is not a local folder" if name else "no model"
+    what = f"{name}, which is no local folder and not in the hub cache" if name else "no model"
     return ConfigError(
         f"source={source.root} is {source.what}: its base is needed",
         details=[f"{ADAPTER_CONFIG} names {what}"],

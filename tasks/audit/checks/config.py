@@ -191,6 +191,7 @@ _SAMPLING = (
     ("min_p", (0.0, 1.0), _NONE, "0 to 1"),
     ("top_k", (-1.0, math.inf), _NONE, "-1, 0 or more"),
     ("repetition_penalty", (1e-9, math.inf), (1.5, math.inf), "above 0, at most 1.5"),
+    ("max_new_tokens", (1.0, math.inf), (0.0, 256.0), "absent, or at least 256: it cuts responses"),
 )
 
 

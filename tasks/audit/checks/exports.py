@@ -23,6 +23,7 @@ from tasks.core.errors import ArtifactError
 
 _MODELFILE = "Modelfile"
 _GO_TEMPLATE = re.compile(r'^TEMPLATE\s+(?:"""(.*?)"""|"([^"\n]*)"|(\S[^\n]*))', re.M | re.S)
+_STOP = re.compile(r'^PARAMETER\s+stop\s+"?([^"\n]+)"?', re.M)
 _MOST = 4
 
 
@@ -55,6 +56,10 @@ def export_differs(source: Source) -> Iterator[Fault]:
     marks = [mark for mark in sorted(trained.once(tokens_of).special) if mark in template]
     if written and marks and not any(mark in written[0] for mark in marks):
         yield Fault("TEMPLATE without them", some(marks), file=_MODELFILE)
+    known = trained.once(tokens_of).ids
+    stops = [stop for stop in _STOP.findall(source.folder.text(_MODELFILE)) if stop[0] == "<"]
+    if known and stops and not any(stop in known for stop in stops):
+        yield Fault(f"PARAMETER stop {some(stops)}", "tokens of the tokenizer", file=_MODELFILE)
 
 
 def _template(trained: Source) -> str:

@@ -297,6 +297,10 @@ BROKEN_TUNED: dict[str, Broken] = {
         "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, temperature=0.01)),
     "a penalty for every word of the question": Broken(
         "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, repetition_penalty=5.0)),
+    "less than no new tokens": Broken(
+        "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, max_new_tokens=-3)),
+    "three new tokens": Broken(
+        "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, max_new_tokens=3)),
     "truncation left by a trainer": Broken("TOKENIZER_CUTS", "qwen2", by.tokenizer(_cut)),
     "an adapter of expert parameters": Broken(
         "VLLM_LORA", "lora",
@@ -309,4 +313,6 @@ BROKEN_TUNED: dict[str, Broken] = {
         "EXPORT_DIFFERS", "qwen2", export(tokens=["a", "b"])),
     "a Modelfile of another family": Broken(
         "EXPORT_DIFFERS", "qwen2", by.written("Modelfile", _LLAMA3)),
+    "a Modelfile that stops at another family's token": Broken(
+        "EXPORT_DIFFERS", "qwen2", by.written("Modelfile", 'PARAMETER stop "<|eot_id|>"\n')),
 }  # fmt: skip

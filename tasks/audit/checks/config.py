@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check, either
+from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, also, check, either
 from tasks.audit.checks.names import is_declared_elsewhere
 from tasks.audit.checks.templates import SETTINGS
 from tasks.audit.checks.tokens import GENERATION, GENERIC_TOKENIZER
-from tasks.audit.known import of_text, text_config
+from tasks.audit.known import of_text, text_config, texts
 from tasks.audit.source import CONFIG, Source, setting
-from tasks.audit.tensor_names import embeddings_of, plain_tensors
+from tasks.audit.tensor_names import embeddings_of, plain_tensors, tail_of
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.tensors import Tensor, Tensors
 from tasks.weights.quantized.config_fields import QUANTIZATION, stored
@@ -272,6 +272,85 @@ def _is_packed(key: str, tensors: Tensors) -> bool:
         return True  # such methods use other names for packed weights
     # bitsandbytes may pack into a float dtype: then the shape decides.
     return tensor is not None and (tensor.dtype in _PACKED or tensor.shape[1:] == (1,))
+
+
+_LISTS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
+_PACKED_AS = re.compile(r"(.+)\.(weight_packed|qweight|weight_scale(_inv)?|weight\.absmax|SCB)")
+_SIMPLE = re.compile(r"re:\^?([\w.-]|\\\.|\.\*)*\$?")
+"""Regular expressions that are matched: others can take long, or are none."""
+
+
+@check(
+    "QUANT_LAYOUT", ERROR, needs=(MODEL, WHOLE),
+    why="loaders build layers by it: `KeyError` for a weight, random weights, or garbage",
+    fix="write into config.json what the export used, or export again",
+    issues="vLLM #11790, vLLM #25797, auto-round #422",
+)  # fmt: skip
+def quantised_layout(source: Source) -> Iterator[Fault]:
+    """The modules in 16 bits, or the group size, are others than config.json says."""
+    fields, tensors = source.config().get(QUANTIZATION), source.tensors
+    method = fields.get("quant_method") if isinstance(fields, Mapping) else None
+    if fields is None or method not in ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8"):
+        return
+    groups = (fields.get("config_groups") or {}).values()
+    listed = [name for key in _LISTS for name in texts(fields.get(key))]
+    patterns = [name for name in listed if name.startswith("re:")]
+    packed = {match[1] for key in tensors if (match := _PACKED_AS.fullmatch(key))}
+    if all(_SIMPLE.fullmatch(each) and each.count("*") < 4 for each in patterns):
+        names = {name.removeprefix("model.") for name in listed}
+        anywhere = "|".join(each[3:] for each in patterns)
+        is_listed = {
+            module: not names.isdisjoint(_inner(module))
+            or bool(patterns and re.match(anywhere, module))
+            for module in {*packed, *(key.removesuffix(".weight") for key in tensors)}
+        }
+        if wrong := sorted(module for module in packed if is_listed[module]):
+            yield Fault(f"{len(wrong)} packed modules are listed", "16 bits", CONFIG, wrong)
+        leaves, tails = {name.rpartition(".")[2] for name in packed}, {*map(tail_of, listed)}
+        if groups:  # compressed-tensors: other targets than all linear layers are its own business
+            is_all = any("Linear" in group.get("targets", ()) for group in groups)
+            leaves = leaves | {"lm_head"} if is_all else set()
+        loose = {key.removesuffix(".weight") for key, t in tensors.items() if len(t.shape) == 2}
+        wrong = sorted(
+            module
+            for module in loose - packed
+            if module.rpartition(".")[2] in leaves and not is_listed[module]
+            if tail_of(module) not in tails and method != "gptq"
+        )
+        if wrong:
+            yield Fault(f"{len(wrong)} modules in 16 bits, not listed", "packed", CONFIG, wrong)
+
+
+@also("QUANT_LAYOUT", needs=(MODEL, WHOLE))
+def group_sizes(source: Source) -> Iterator[Fault]:
+    """Scales of other groups of columns than config.json says."""
+    fields, tensors = source.config().get(QUANTIZATION), source.tensors
+    if not isinstance(fields, Mapping) or fields.get("dynamic"):  # sizes of single modules
+        return
+    packs = fields.get("quant_method") != "awq"  # AWQ packs rows
+    groups = (fields.get("config_groups") or {}).values()
+    weights = [group.get("weights") or {} for group in groups] or [fields]
+    sizes = [(each.get("group_size"), each.get("num_bits", each.get("bits"))) for each in weights]
+    key, at, axis = ("weight_packed", "weight_scale", 1) if groups else ("qweight", "scales", 0)
+    others = defaultdict[int, list[str]](list)
+    for name, matrix in tensors.items() if any(map(all, sizes)) else ():
+        scale = tensors.get(f"{name.removesuffix(key)}{at}")
+        if not name.endswith(f".{key}") or scale is None:
+            continue
+        width, count = matrix.shape[axis], scale.shape[axis]
+        item = 8 * matrix.nbytes // matrix.numel
+        columns = {size: width * item // bits if packs else width for size, bits in sizes if bits}
+        if count not in {-(-n // size) if size and size > 0 else 1 for size, n in columns.items()}:
+            others[max(columns.values()) // count].append(name)
+    for size, names in others.items():
+        text = f"{', '.join(str(size) for size, _ in sizes)}, as config.json says"
+        yield Fault(f"groups of {size}", text, CONFIG, names)
+
+
+def _inner(module: str) -> Iterator[str]:
+    """Yield all dotted parts of a name: `a.b` of `a.b.c`."""
+    parts = module.split(".")
+    return (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
 
 
 @check(

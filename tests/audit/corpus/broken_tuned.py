@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.audit.corpus import Break, Broken, Corpus
 from tests.audit.corpus import breaking as by
 from tests.audit.corpus.breaking import ADAPTER, MODEL, Tensors
+from tests.audit.corpus.clean import PACKED
+from tests.weights.quantized.making import BITSANDBYTES
 
 _CONFIG = "adapter_config.json"
 _TOKENIZER = "tokenizer_config.json"
@@ -171,6 +173,17 @@ def _cut(document: dict[str, Any]) -> None:
     document["truncation"] = strategy
 
 
+def _unpacked(weights: Tensors) -> None:
+    at = "model.layers.0.mlp.down_proj.weight"
+    for name in [name for name in weights if name.startswith(f"{at}_")]:
+        del weights[name]
+    weights[at] = torch.randn(32, 48, dtype=torch.bfloat16)
+
+
+def _quantised(how: str, **changes: Any) -> Break:
+    return by.edited(quantization_config={**PACKED[how], **changes})
+
+
 BROKEN_TUNED: dict[str, Broken] = {
     # Zero
     "pairs never gathered": Broken("EMPTY_TENSOR", "lora", by.emptied("lora_")),
@@ -301,6 +314,20 @@ BROKEN_TUNED: dict[str, Broken] = {
         "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, max_new_tokens=-3)),
     "three new tokens": Broken(
         "GENERATION_SETTINGS", "qwen2", by.edited(_GENERATION, max_new_tokens=3)),
+    "an ignore list that is too short": Broken("QUANT_LAYOUT", "compressed", by.tensors(_unpacked)),
+    "an ignore list that is too long": Broken(
+        "QUANT_LAYOUT", "compressed",
+        _quantised("compressed", ignore=["lm_head", r"re:.*layers\.0\.mlp.*"])),
+    "a head in 16 bits that is not ignored": Broken(
+        "QUANT_LAYOUT", "compressed", _quantised("compressed", ignore=[])),
+    "another group size": Broken("QUANT_LAYOUT", "compressed", _quantised(
+        "compressed", config_groups={"g": {"targets": ["Linear"], "weights": {
+            "num_bits": 4, "strategy": "group", "group_size": 128}}})),
+    "another group size of AWQ": Broken("QUANT_LAYOUT", "awq", _quantised("awq", group_size=128)),
+    "another group size of GPTQ": Broken("QUANT_LAYOUT", "gptq", _quantised("gptq", group_size=8)),
+    "packed by bitsandbytes, and skipped": Broken(
+        "QUANT_LAYOUT", "nf4",
+        by.edited(quantization_config={**BITSANDBYTES, "llm_int8_skip_modules": ["layers.1.mlp"]})),
     "truncation left by a trainer": Broken("TOKENIZER_CUTS", "qwen2", by.tokenizer(_cut)),
     "an adapter of expert parameters": Broken(
         "VLLM_LORA", "lora",

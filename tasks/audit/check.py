@@ -103,24 +103,18 @@ def either(source: Source) -> bool:
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that a check reports; code, reason and fix come from its declaration.
+    """One thing that a check reports; code, reason and fix come from its declaration."""
 
-    Attributes:
-        actual, expected: the value or state in the checkpoint, and the correct one.
-        file: file relative to the source; "" for that of the first tensor, or for the folder.
-        tensors: names of tensors; comparisons of names that come later leave them out.
-        severity, why, fix: replace those of the declaration.
-        repairable: True if `repair` removes it.
-    """
-
-    actual: str
+    actual: str  # the value or state in the checkpoint, and the correct one
     expected: str
+    # file relative to the source; "" for that of the first tensor, or for the folder
     file: str = ""
+    # names of tensors; comparisons of names that come later leave them out
     tensors: Sequence[str] = ()
-    severity: Severity | None = None
+    severity: Severity | None = None  # this, why and fix replace those declared
     why: str = ""
     fix: str = ""
-    repairable: bool = False
+    repairable: bool = False  # true if `repair` removes it
 
 
 Run = Callable[[Source], Iterator[Fault]]
@@ -128,28 +122,18 @@ Run = Callable[[Source], Iterator[Fault]]
 
 @dataclass(frozen=True)
 class Check:
-    """A declared code.
-
-    Attributes:
-        severity: usual severity; a fault may raise or lower it.
-        title: what is reported, in one sentence.
-        why: the failure that it causes, and the tool that fails.
-        fix: what to do; `{repair}`, `{deliver}`, ... stand for commands, see `source.commands`.
-        issues: public reports of the failure, as "project #number, project PR #number".
-        needs: conditions without which it does not run.
-        listed: False if another function declares the code.
-    """
+    """A declared code."""
 
     code: str
-    severity: Severity
-    title: str
-    why: str
-    fix: str
-    issues: str
+    severity: Severity  # usual severity; a fault may raise or lower it
+    title: str  # what is reported, in one sentence
+    why: str  # the failure that it causes, and the tool that fails
+    fix: str  # what to do; `{repair}`, `{deliver}`, ... stand for commands, see `source.commands`
+    issues: str  # public reports of the failure, as "project #number, project PR #number"
     module: str
-    needs: Sequence[Need]
+    needs: Sequence[Need]  # conditions without which it does not run
     run: Run
-    listed: bool = True
+    listed: bool = True  # false if another function declares the code
 
 
 CHECKS: list[Check] = []

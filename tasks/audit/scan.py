@@ -28,21 +28,14 @@ _SHOWN = 8
 
 @dataclass
 class Seen:
-    """Statistics of one tensor's data.
+    """Statistics of one tensor's data."""
 
-    Attributes:
-        nonfinite: number of infinite or NaN elements.
-        is_zero: True if all elements are zero.
-        zero_rows, constant_rows: number of matrix rows whose elements are all zero, or all equal
-            to another number.
-        rows: indices of the first few of these rows.
-    """
-
-    nonfinite: int = 0
-    is_zero: bool = True
+    nonfinite: int = 0  # number of infinite or NaN elements
+    is_zero: bool = True  # true if all elements are zero
+    # number of matrix rows whose elements are all zero, or all equal to another number
     zero_rows: int = 0
     constant_rows: int = 0
-    rows: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()  # indices of the first few of these rows
 
 
 def scan(source: Source) -> Mapping[str, Seen]:

@@ -49,35 +49,25 @@ class Kind(StrEnum):
 
 @dataclass
 class Source:
-    """A recognised folder, and the base to compare it with.
-
-    Attributes:
-        what: description for people, without the folder's name.
-        weights: its tensors; empty for kinds that are not read by headers.
-        manifest: the manifest of a Plumbline artifact; empty for other folders.
-        beside: descriptions of trainer checkpoints in the same folder.
-        base: the base model, opened in the same way.
-        values: True to read tensor data, False for headers only; None reads up to `READ_BYTES`.
-        adapter: folder of the adapter that was merged into the base, if it is known.
-        planned: True to plan the merge of an adapter, too, if nothing else is wrong with it.
-        alone: True if a delivery makes the checks by itself that plan or start a process.
-        codes: worst severity of each code that was reported so far.
-        explained: names of the tensors in these findings.
-    """
+    """A recognised folder, and the base to compare it with."""
 
     folder: Folder
     kind: Kind
-    what: str
-    weights: Weights
-    manifest: Mapping[str, Any]
-    beside: tuple[str, ...] = ()
-    base: Source | None = None
+    what: str  # description for people, without the folder's name
+    weights: Weights  # its tensors; empty for kinds that are not read by headers
+    manifest: Mapping[str, Any]  # the manifest of a Plumbline artifact; empty for other folders
+    beside: tuple[str, ...] = ()  # descriptions of trainer checkpoints in the same folder
+    base: Source | None = None  # the base model, opened in the same way
+    # True to read tensor data, False for headers only; None reads up to `READ_BYTES`
     values: bool | None = None
+    # folder of the adapter that was merged into the base, if it is known
     adapter: Path | None = None
+    # true to plan the merge of an adapter, too, if nothing else is wrong with it
     planned: bool = False
-    alone: bool = False
+    alone: bool = False  # a delivery makes checks that plan or start a process itself
+    # worst severity of each code that was reported so far
     codes: dict[str, Any] = field(default_factory=dict)
-    explained: set[str] = field(default_factory=set)
+    explained: set[str] = field(default_factory=set)  # names of the tensors in these findings
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, make: Callable[[Source], _T]) -> _T:

@@ -30,14 +30,11 @@ _MOST_PATTERNS = 400
 
 @dataclass
 class AdapterKeys:
-    """The tensors of an adapter.
+    """The tensors of an adapter."""
 
-    Attributes:
-        pairs: LoRA tensors by module of the base, then by part: A, B, magnitude_vector.
-        whole: key in the file of tensors that are stored in full, by their key in the base.
-    """
-
+    # LoRA tensors by module of the base, then by part: A, B, magnitude_vector
     pairs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    # key in the file of tensors that are stored in full, by their key in the base
     whole: dict[str, str] = field(default_factory=dict)
 
 

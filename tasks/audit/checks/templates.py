@@ -94,14 +94,10 @@ class BrokenTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class TemplateText:
-    """The literal text of a template.
+    """The literal text of a template."""
 
-    Attributes:
-        markers: texts that look like special tokens, e.g. `<|im_end|>`.
-        ends: special tokens directly after a message's content; `EOS` is the tokenizer's own.
-    """
-
-    markers: frozenset[str]
+    markers: frozenset[str]  # texts that look like special tokens, e.g. `<|im_end|>`
+    # special tokens directly after a message's content; `EOS` is the tokenizer's own
     ends: frozenset[str]
 
 

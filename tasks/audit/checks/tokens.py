@@ -39,21 +39,13 @@ _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids of a tokenizer.
+    """Token ids of a tokenizer."""
 
-    Attributes:
-        ids: id of every token; of lists without ids, the position.
-        added: ids of added tokens, by text.
-        special: texts of added tokens that are special.
-        rows: highest id + 1; 0 without a readable tokenizer.json.
-        highest_plain: highest id of the vocabulary without added tokens; -1 if there is none.
-    """
-
-    ids: Mapping[str, int]
-    added: Mapping[str, int]
-    special: frozenset[str]
-    rows: int
-    highest_plain: int
+    ids: Mapping[str, int]  # id of every token; of lists without ids, the position
+    added: Mapping[str, int]  # ids of added tokens, by text
+    special: frozenset[str]  # texts of added tokens that are special
+    rows: int  # highest id + 1; 0 without a readable tokenizer.json
+    highest_plain: int  # highest id of the vocabulary without added tokens; -1 if there is none
 
 
 def tokens_of(source: Source) -> Tokens:

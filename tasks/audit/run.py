@@ -101,25 +101,14 @@ class Report(report.Report):
 def audit(
     source: Path,
     *,
-    base: Path | None = None,
-    values: bool | None = None,
-    adapter: Path | None = None,
-    alone: bool = False,
+    base: Path | None = None,  # trained on or made from; None: the local one that an adapter names
+    values: bool | None = None,  # True reads tensor data; None up to 2 GB, and all with `adapter`
+    adapter: Path | None = None,  # merged into `base`: every tensor is compared with both
+    alone: bool = False,  # `deliver` audits the base, plans the merge and compares ids itself
 ) -> Report:
     """Examine a folder, and its base as if it were one; a broken base is not compared.
 
-    Args:
-        base: folder of the model that it was trained on or made from; None uses the base that an
-            adapter names, if that is a local folder or in the hub cache.
-        values: True to read all tensor data, False for headers and JSON files only; None reads
-            weights up to 2 GB, and all with `adapter`.
-        adapter: folder of the adapter that was merged into `base`: every tensor is compared with
-            base and adapter, if values are read.
-        alone: neither audit the base, nor plan the merge into it, nor compare the ids of a
-            tokenizer that transformers builds anew: `deliver` does all three itself.
-
-    Raises:
-        ArtifactError: `source` or `base` is not a folder, or cannot be listed.
+    Raises ArtifactError if `source` or `base` is not a folder, or cannot be listed.
     """
     began = time.perf_counter()
     if values is None and adapter is not None:

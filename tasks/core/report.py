@@ -111,10 +111,10 @@ class Report:
         if not page.proves or not cases:
             cases.append(Row("verdict", "ok" if page.proves else "unproven", page.line))
         kinds = ["failure" if row.failed else _KINDS.get(row.verdict, "") for row in cases]
-        counts = {"tests": len(cases), "failures": kinds.count("failure")}
-        counts |= {"errors": kinds.count("error"), "skipped": kinds.count("skipped")}
-        about = {key: str(count) for key, count in counts.items()}
-        top = ElementTree.Element("testsuite", {"name": f"plumbline {self.command}", **about})
+        top = ElementTree.Element("testsuite", name=f"plumbline {self.command}")
+        for name, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            top.set(name, str(kinds.count(kind)))
+        top.set("tests", str(len(cases)))
         for row, kind in zip(cases, kinds, strict=True):
             about = {"classname": f"plumbline.{self.command}", "name": plain(row.code)}
             case = ElementTree.SubElement(top, "testcase", about)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import tempfile
@@ -112,7 +111,7 @@ class Explainer:
         path = self.folder / "bisect.json"
         try:
             report = bisect(a, b, options, log=log, log_path=path.with_suffix(".log"))
-            path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+            path.write_text(report.form(path.name))
         except Exception as error:  # the failed check is the error to report, whatever happens here
             log.warning("bisect: %s", error)
             return f"bisect: no result: {str(error).partition(chr(10))[0][:200]}"

@@ -7,13 +7,16 @@ ranks is in `tasks/training/` and `tasks/rl/`.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tasks.core import errors
@@ -35,6 +38,8 @@ from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_b
 OnEvent = Callable[[dict[str, Any]], None]
 Run = Callable[..., list[str]]
 """`launch` with the arguments of this stage."""
+SAMPLED = 2000
+"""Rows that are tokenised before an earlier step trains: a second or two."""
 
 
 def train(
@@ -109,6 +114,56 @@ def train(
         metrics={**document["metrics"], **counted},
         notes={**notes, "data": events.data, "resumed_after_step": begun.step},
     )
+
+
+def check_rows(
+    settings: Settings, base: Path, data: Path, template: Path | None, max_truncated: float
+) -> None:
+    """Raise the DataError that ranks would raise for rows that they cannot use; needs torch.
+
+    The tokenizer is that of `base`, with the chat template of the file `template` if it is given.
+    """
+    from tasks.rl.prompts import load_prompts
+    from tasks.training.losses import objective
+    from tasks.training.model.build import CHAT_TEMPLATE, load_tokenizer
+    from tasks.training.tokens.data import load_split
+
+    only: dict[str, Any] = {"rank": 0, "world_size": 1, "first": True, "barrier": lambda: None}
+    ranks: Any = SimpleNamespace(all_objects=lambda x: [x], on_first=lambda work: work(), **only)
+    with (
+        tempfile.TemporaryDirectory(prefix="plumbline-") as name,
+        contextlib.redirect_stdout(io.StringIO()),  # events of a stage that does not run yet
+    ):
+        folder = Path(name)
+        complete = [
+            _sample(data / file, folder / file) for file in ("train.jsonl", "heldout.jsonl")
+        ]
+        if template is not None:
+            shutil.copyfile(template, folder / CHAT_TEMPLATE)
+        most = max_truncated if all(complete) else 1.0  # the longest rows are no fair sample
+        job = TrainJob(settings, base, "", folder, folder, folder, max_truncated=most)
+        inputs: dict[str, Any] = {"tokenizer": load_tokenizer(job), "ranks": ranks}
+        for split in ("train", "heldout"):
+            if settings.online:
+                limit = settings.online["rollout"]["max_prompt_len"]
+                load_prompts(folder / f"{split}.jsonl", limit=limit, **inputs)
+            else:
+                roles = objective(settings.objective, vars(settings.loss)).roles
+                load_split(job, split, roles=roles, **inputs)
+
+
+def _sample(source: Path, path: Path) -> bool:
+    """Write `SAMPLED` rows, or all of a small file, and return True if these are all.
+
+    They are the first rows, and the longest and shortest, which a limit of tokens concerns.
+    """
+    with source.open("rb") as file:
+        sizes = [len(line) for line in file]
+    by_size, part = sorted(range(len(sizes)), key=sizes.__getitem__), SAMPLED // 4
+    chosen = {*range(len(sizes))[: 2 * part], *by_size[:part], *by_size[-part:]}
+    with source.open("rb") as file, path.open("wb") as out:
+        out.writelines(line for number, line in enumerate(file) if number in chosen)
+    return len(chosen) == len(sizes)
 
 
 def _launch(

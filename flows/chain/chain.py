@@ -79,9 +79,9 @@ class Chain:
         """Run the stage prepare_data, which needs nothing of earlier steps."""
         return self._run(DATA, prepare_data, config=data_settings(self.settings))
 
-    def deliver(self, data: Artifact) -> Delivered:
-        """Run all stages after prepare_data, to smoke_eval, smoke_quantized or lm_eval."""
-        peft, base = self.settings["peft"], self._prepare_base()
+    def deliver(self, data: Artifact, base: Artifact | None = None) -> Delivered:
+        """Run all stages after prepare_data (and `base`), the last ones smoke_eval or lm_eval."""
+        peft, base = self.settings["peft"], base or self.prepare_base()
         inputs = {"base": base, "data": data}
         if self._continued is not None:
             inputs["adapter"] = self._continued
@@ -118,7 +118,8 @@ class Chain:
         last = quantized.artifact if quantized else None
         return Delivered(served.artifact, base, adapter, peft, last)
 
-    def _prepare_base(self) -> Artifact:
+    def prepare_base(self) -> Artifact:
+        """Run the stage prepare_base, or return the model that the step before serves."""
         if self.earlier is not None:
             return self.earlier.base if self._continued else self.earlier.served
         model = dict(self.settings["model"])

@@ -17,18 +17,22 @@ from prefect import get_run_logger
 from flows.chain.chain import Chain, Delivered
 from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
+from flows.chain.train import resolved
 from flows.cli.composed import Composed
 from flows.cli.plan import check, render
 from flows.orchestration.flow_run import FlowRun, reserve, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
 from tasks.config.checks.memory import memory_of
+from tasks.core.errors import DataError
 from tasks.core.redaction import without_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.stage import Mechanism
+from tasks.prepare import CHAT_TEMPLATE
 from tasks.process.multinode import Leader, Meeting
 from tasks.register import Registry
 from tasks.serving.vllm.job import VllmChild
+from tasks.train import check_rows
 
 
 def prepare(overrides: list[str]) -> tuple[Composed, list[Step], list[str]]:
@@ -123,6 +127,10 @@ def _deliver(
     for step in steps:  # first, so that a bad row of the last step costs no training
         with mechanism.step(step.name) as step_mechanism:
             rows.append(Chain(step.composed.settings, step_mechanism, scorer).prepare_data())
+    with mechanism.step(steps[0].name) as step_mechanism:
+        base = Chain(steps[0].composed.settings, step_mechanism, scorer).prepare_base()
+    if base.digest:
+        _check_rows(steps, rows, base, scorer)
     earlier: Delivered | None = None
     reward: Artifact | None = None
     for step, data in zip(steps, rows, strict=True):
@@ -133,12 +141,32 @@ def _deliver(
             run = Chain(
                 settings, step_mechanism, scorer, vllm, leader, earlier=earlier, reward=reward
             )
-            delivered = run.deliver(data)
+            delivered = run.deliver(data, base if step is steps[0] else None)
         if step.objective == "reward":
             reward = delivered.served
         else:
             earlier = delivered
     return delivered
+
+
+def _check_rows(
+    steps: Sequence[Step], rows: Sequence[Artifact], base: Artifact, scorer: ReferenceScorer
+) -> None:
+    """Raise DataError for rows that a later step cannot use, before the first one trains."""
+    template: Path | None = None  # of the model that a step starts from, if not the base's
+    model = steps[0].composed.settings["model"]
+    for step, data in zip(steps, rows, strict=True):
+        section, own = step.composed.settings, data.path / CHAT_TEMPLATE
+        used = own if own.is_file() else template
+        if step is not steps[0] and section["model"]["path"] == model["path"]:  # one tokenizer
+            limit = section["data"]["max_truncated"]
+            try:
+                scorer.perform(check_rows, resolved(section), base.path, data.path, used, limit)
+            except DataError as error:
+                message, details, hint = f"{step.name}: {error.message}", error.details, error.hint
+                raise DataError(message, details=details, hint=hint) from error
+        if step.objective != "reward":
+            template = used
 
 
 def _threads(composed: Composed) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,12 +14,13 @@ from flows.chain.dry_run import DryRun
 from flows.chain.run_chain import _deliver
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.plan import check, forecast, render
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, DataError
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import FOREVER
 from tasks.pipeline.report import StageResult
 from tasks.pipeline.stage import Mechanism, Stage
 from tasks.serving.vllm.job import VllmChild
+from tasks.train import check_rows
 from tests.config.test_plan import CHAIN
 
 RUNS = Path("/nowhere/runs")
@@ -79,7 +81,8 @@ class Recording:
 
     patience, logs, store = FOREVER, RUNS / "logs", RUNS / "artifacts"
 
-    def __init__(self) -> None:
+    def __init__(self, digest: str = "") -> None:
+        self.digest = digest
         self.inputs: dict[str, dict[str, str]] = {}
         self.name = ""
 
@@ -90,7 +93,9 @@ class Recording:
     def run(self, stage: Stage, function: Any, *, inputs: Any, **_: Any) -> StageResult:
         name = f"{self.name}.{stage.name}"
         self.inputs[name] = {key: str(artifact.path) for key, artifact in inputs.items()}
-        return StageResult(stage.name, Artifact(stage.kind, Path(name), ""), True, 0, (), None, {})
+        return StageResult(
+            stage.name, Artifact(stage.kind, Path(name), self.digest), True, 0, (), None, {}
+        )
 
 
 def inputs_of(*overrides: str) -> dict[str, dict[str, str]]:
@@ -115,6 +120,23 @@ def test_a_qlora_step_continues_the_adapter_of_the_step_before() -> None:
     assert inputs["ppo.rollout_base"]["base"] == "sft.prepare_base"
     assert inputs["ppo.merge"]["base"] == "sft.prepare_base"
     assert inputs["ppo.smoke_eval"]["base"] == "sft.convert"
+
+
+def test_rows_of_later_steps_are_tokenised_before_the_first_training() -> None:
+    """With the base's tokenizer; an error names the step."""
+    recording, checked = Recording("digest"), list[Path]()
+
+    def perform(function: Any, settings: Any, base: Path, data: Path, *_: Any) -> None:
+        assert (function, base) == (check_rows, Path("sft.prepare_base"))
+        checked.append(data)
+        if settings.online:
+            raise DataError("train.jsonl: no")
+
+    scorer = cast(Any, SimpleNamespace(perform=perform))
+    with pytest.raises(DataError, match="ppo: train.jsonl"):
+        _deliver(list(linked().values()), cast(Mechanism, recording), scorer, VllmChild(), None)
+    assert checked == [Path("reward.prepare_data"), Path("ppo.prepare_data")]
+    assert "sft.train" not in recording.inputs
 
 
 def test_a_step_with_another_adapter_begins_with_the_merged_model() -> None:

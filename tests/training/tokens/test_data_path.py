@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.core.errors import DataError
+from tasks.train import check_rows
 from tasks.training.model.build import load_tokenizer
 from tasks.training.tokens.chat import Unfit, encode_texts
 from tasks.training.tokens.data import CONVERSATIONS, LABELLED, PAIRS
 from tasks.training.tokens.examples import Tokens
 from tasks.training.tokens.truncation import pieces
+from tests.settings import Batch, Settings
 from tests.tiny import make_tokenizer
 from tests.training.datasets import (
     Row,
@@ -84,6 +87,38 @@ def test_masks(
     assert told["without_loss"] == without_loss
     whole = load_rows(tmp_path, base, rows, CONVERSATIONS, mask="every_token", max_len=200)
     assert whole.supervised.tolist() == (whole.lengths - 1).tolist()
+
+
+LONG, SHORT = "x" * 300, [user("hi"), answer("yes")]
+GRPO = {"objective": "grpo", "online": {"rollout": {"max_prompt_len": 200}}}
+
+
+@pytest.mark.parametrize(
+    ("how", "messages", "template", "named"),
+    [
+        ({}, [user(LONG), answer("no")], None, r"s2400: prompt of"),
+        (GRPO, [user(LONG)], None, r"s2400: \d+ tokens, more than rollout.max_prompt_len=200"),
+        (GRPO, [user(LONG)], "{{ raise_exception('no') }}", "s0: .* rejects it"),
+        ({"on_overlong": "refuse"}, [user(LONG), answer("no")], None, None),
+    ],
+)
+def test_rows_of_a_later_step_are_refused_before_the_first_trains(
+    base: Path, tmp_path: Path, capfd, how: Any, messages: Any, template: str | None, named: str
+) -> None:
+    """One of 2,500 rows is too long: it is found among the longest."""
+    rows = [{"id": f"s{n}", "messages": messages if n == 2400 else SHORT} for n in range(2500)]
+    for split in ("train", "heldout"):
+        write(tmp_path, rows if split == "train" else rows[:2], split)
+    file = None
+    if template is not None:
+        file = tmp_path / "template.jinja"
+        file.write_text(template)
+    batch = Batch(max_len=256, on_overlong=how.get("on_overlong", "truncate"))
+    settings = Settings(batch=batch, **{k: v for k, v in how.items() if k != "on_overlong"})
+    caught = nullcontext() if named is None else pytest.raises(DataError, match=named)
+    with caught:
+        check_rows(settings, base, tmp_path, file, 0.0)
+    assert not data_events(capfd)
 
 
 def test_every_bad_row_is_named_in_one_error(base: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Start a command of `flows/` as a user types it, or the ranks of a test program."""
+"""Start a command of `flows/` as a user types it, or ranks of a test program."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_ranks(
     on_event: Callable[[dict[str, Any]], None] | None = None,
     **env: str,
 ) -> None:
-    """Run a module of `tests/` in ranks of torchrun, with one thread each.
+    """Run a module of `tests/` in ranks, with one thread each.
 
     Args:
         module: name of the module.
@@ -65,9 +65,8 @@ def run_ranks(
     Raises:
         StageProcessError: a rank failed.
     """
-    flags = ("--standalone", "--nproc-per-node", str(ranks), "-m", module)
     launch(
-        python_child("torch.distributed.run", *flags, *arguments),
+        python_child("tests.ranks", str(ranks), module, *arguments),
         stage="train",
         log=logging.getLogger("test"),
         log_path=log_path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,11 @@ os.environ.update(
 )
 for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
     os.environ.pop(name, None)
+# As in the children of stages (`block_unused_imports.py`): half of what peft imports is not used.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+for name in ("sklearn", "scipy", "tensorboard", "wandb"):
+    sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 # Machines are busy: an example that takes long says nothing about what is tested.
 if settings is not None:

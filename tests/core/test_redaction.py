@@ -23,7 +23,7 @@ from tasks.core.redaction import (
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget the hidden values of other tests, and those of this one."""
     monkeypatch.setattr(redaction, "_shown", {})
@@ -58,6 +58,7 @@ def test_urls_lose_their_passwords() -> None:
     assert [redact(text) for text, _ in URLS] == [hidden for _, hidden in URLS]
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_which_variables_are_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     variables = {
         "HF_TOKEN": "Hf+123456789",
@@ -83,6 +84,7 @@ def test_which_variables_are_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert text == f"{'*** ' * 5}{shown} *** ***"
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_encoded_values_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = 'a/b c+"d'
     monkeypatch.setenv("MY_TOKEN", secret)
@@ -91,6 +93,7 @@ def test_encoded_values_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert redact(f"<{form}>") == "<***>"
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_interpolated_variables_keep_their_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -105,6 +108,7 @@ def test_interpolated_variables_keep_their_name(
     assert done.stdout == "${oc.env:A}\n"  # child processes know it, too
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_a_password_of_a_setting_is_hidden_elsewhere() -> None:
     hide_in_url("http://me:Pass%2Fw0rd@h/a?token=T0ken+value&sig=word")
     login = base64.b64encode(b"me:Pass/w0rd").decode()

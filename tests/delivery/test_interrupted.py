@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tasks.core.private import UMASK, stay_private
 from tasks.delivery.folders import put
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, staging, verify
 from tests.commands import command
@@ -43,6 +44,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_nothing_is_visible_at_out(large, tmp_path) -> None:
     out, runs = tmp_path / "out", tmp_path / "runs"
     words = command(
@@ -66,9 +68,6 @@ def test_nothing_is_visible_at_out(large, tmp_path) -> None:
     assert again.returncode == 0, again.stderr
     assert (out / "manifest.json").is_file()
     assert not list(runs.glob("artifacts/served/.*.tmp"))
-    umask = os.umask(0o022)
-    os.umask(umask)
-    assert (out / "manifest.json").stat().st_mode & 0o777 == 0o666 & ~umask  # others may serve it
     # Weights at OUT are links of the artifact; its folder is private.
     records = [p for p in (runs / "artifacts").rglob("*") if p.suffix != ".safetensors"]
     records = [p for p in records if not p.is_symlink()]
@@ -77,6 +76,7 @@ def test_nothing_is_visible_at_out(large, tmp_path) -> None:
 
 def test_killed_at_any_change_of_the_disk_out_is_the_old_delivery_or_the_new(tmp_path) -> None:
     out, visible = tmp_path / "there" / "out", set()
+    stay_private()  # as every command
 
     def served(name: str) -> Artifact:
         with staging(tmp_path / name) as work:
@@ -96,3 +96,6 @@ def test_killed_at_any_change_of_the_disk_out_is_the_old_delivery_or_the_new(tmp
         put(old, out, "# Card")
         assert list(out.parent.iterdir()) == [out]
     assert visible == {old.digest, new.digest}
+    mode = 0o666 & ~int(os.environ[UMASK], 8)  # other users may serve it
+    assert (out / "manifest.json").stat().st_mode & 0o777 == mode
+    assert (new.path / "manifest.json").stat().st_mode & 0o077 == 0

@@ -58,7 +58,7 @@ class TestTheBase:
         linked = Path(shutil.copytree(base, tmp_path / "linked"))
         (linked / "vocab.txt").symlink_to("/etc/shadow")
         text = here(f"source={adapter}", f"base={linked}", code=2).output
-        assert "vocab.txt: a link to /etc/shadow" in text
+        assert all(thing in text for thing in ("vocab.txt", "/etc/shadow"))
 
     def test_of_a_billion_layers(self, here, adapter, base, tmp_path) -> None:
         hostile = Path(shutil.copytree(base, tmp_path / "hostile"))

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.verify import mixed
 from tasks.drift.fingerprint import drift
 from tests.commands import command, summary_of
-from tests.verify.serving import Running, free_port, serve, started
+from tests.verify.serving import Running, free_port, started
 from tests.witness.conftest import Trained, load, make_base, of_files, train
 from tests.witness.served import deliver, verify
 
@@ -81,42 +81,45 @@ def test_an_adapter_of_another_trainer_is_delivered(work: Work) -> None:
     assert stages["smoke_eval"]["drift"]["mean_kl"] < 1e-3
 
 
-def test_the_delivered_model_is_served_and_verified(work: Work, tmp_path: Path) -> None:
-    port = free_port()
-    options = ("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager")
-    words = command("serve", str(work.served), *options)
-    with started(words, port, tmp_path / "server.log") as server:
-        status, text = verify(tmp_path, server.url, work.served)
-    assert status == 0, text
-
-
 @pytest.fixture(scope="module")
 def server(work: Work) -> Iterator[Running]:
-    """Serve the adapter, its step before, and one without effect, with a template of their own."""
-    adapters = {
-        "trained": work.adapter,
-        "zeros": mixed(work.adapter, work.root / "zeros", 0.0),
-        "before": work.adapter.with_name("checkpoint-1"),
-    }
-    template = work.root / "other.jinja"
-    template.write_text(OTHER_TEMPLATE)
-    options = ("--chat-template", str(template))
-    with serve(work.base, adapters, log=work.root / "server.log", options=options) as running:
+    """Serve what was delivered, by our command, and beside it an adapter that undoes the merge."""
+    undone = mixed(work.adapter, work.root / "undone", -1.0)
+    port = free_port()
+    words = command(
+        "serve", str(work.served), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
+        "--dtype", "float32", "--served-model-name", "served", "--enable-lora",
+        "--max-lora-rank", "8", "--max-loras", "3", "--lora-modules", f"undone={undone}",
+    )  # fmt: skip
+    with started(words, port, work.root / "server.log") as running:
         yield running
 
 
+def test_the_delivered_model_is_served_and_verified(
+    work: Work, server: Running, tmp_path: Path
+) -> None:
+    status, text = verify(tmp_path, server.url, work.served, "served")
+    assert status == 0, text
+
+
 @pytest.mark.parametrize(
-    ("name", "causes"),
+    ("name", "expected", "causes"),
     [
-        ("trained", {"template"}),
-        ("zeros", {"template", "base-served", "adapters-swapped"}),
-        ("before", {"template", "other-checkpoint", "adapters-swapped"}),
+        ("undone", "checkpoint-2", {"base-served", "lora-leak"}),
+        ("served", "checkpoint-1", {"other-checkpoint"}),
+        ("served", "other template", {"template"}),
     ],
 )
-def test_every_fault_of_a_server_of_adapters_has_its_cause(
-    work: Work, server: Running, name: str, causes: set[str], tmp_path: Path
+def test_every_fault_of_a_server_has_its_cause(
+    work: Work, server: Running, name: str, expected: str, causes: set[str], tmp_path: Path
 ) -> None:
-    status, text = verify(tmp_path, server.url, work.adapter, name)
+    """A server without the adapter, of another step, with another template than is expected."""
+    source = work.adapter.with_name(expected)
+    if expected == "other template":
+        shutil.copytree(work.served, source := tmp_path / "other")
+        (source / "chat_template.jinja").chmod(0o644)
+        (source / "chat_template.jinja").write_text(OTHER_TEMPLATE)
+    status, text = verify(tmp_path, server.url, source, name)
     assert status == 1, text
     assert set(re.findall(r"\[([a-z-]+)\]", text)) == causes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -49,11 +51,8 @@ def test_an_error_of_a_server_on_a_full_disk(tmp_path: Path, size: str, ends: st
     ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     if ends == "full":
-        lines = ended.stderr.splitlines()
-        assert lines[0].startswith(
-            f"{tmp_path}/runs: cannot write: No space left on device; 0.00 G"
-        )
-        assert lines[1].startswith("  -> free some space, or put the runs elsewhere: paths.runs=")
-        assert len(lines) == 2
+        first, hint = ended.stderr.splitlines()
+        assert all(thing in first for thing in (f"{tmp_path}/runs", os.strerror(errno.ENOSPC)))
+        assert "paths.runs=" in hint
     else:
-        assert "RuntimeError: Server error" in ended.stderr
+        assert "500 Internal Server Error" in ended.stderr

@@ -38,8 +38,7 @@ def test_a_model_becomes_champion_only_if_it_passes(
         'gate.conditions={eval.exact_match: ">= champion - 0.01", eval.loss: "<= base + 1"}',
     )  # fmt: skip
     assert first.code == 0, first.output
-    assert "registered: models:/plumbline/1 @candidate @champion" in first.output
-    assert "ok, no champion yet" in first.output
+    assert (alias(first, "candidate"), alias(first, "champion")) == ("1", "1")
     exact, loss = first.summary["gate"]["conditions"]
     assert (exact["ok"], loss["verdict"]) == (True, "ok")
     assert 0 <= exact["low"] <= exact["value"] == first.summary["eval"]["after"] <= exact["high"]
@@ -51,12 +50,11 @@ def test_a_model_becomes_champion_only_if_it_passes(
         'gate.conditions={eval.loss: "<= champion - 9", drift.merge.mean_kl: "<= 1"}',
     )  # fmt: skip
     assert second.code == 1, second.output
-    assert "the gate does not hold: eval.loss <= champion - 9" in second.output
+    assert "eval.loss <= champion - 9" in second.output
     gate = second.summary["gate"]
     assert (gate["passed"], gate["version"], gate["champion"]) == (False, "models:/plumbline/2", "")
     assert [row["ok"] for row in gate["conditions"]] == [False, True]
     assert gate["conditions"][0]["limit"] == pytest.approx(loss["value"] - 9)
-    assert "gate not passed" in (runs / "latest" / "summary.txt").read_text()
     assert (alias(second, "candidate"), alias(second, "champion")) == ("2", "1")
 
     tracker, run_id = client(second), second.summary["mlflow_run_id"]

@@ -1,6 +1,6 @@
-"""Program for torchrun: policies of several kinds are synced, sampled, changed and synced again.
+"""Program for ranks: policies of several kinds are synced, sampled, changed and synced again.
 
-torchrun ... -m tests.rl.rollout_program JOB.json ...
+python -m tests.ranks 2 tests.rl.rollout_program JOB.json ...
 
 It asserts on every rank; a rank that fails writes `failure-<n>` beside its job. A job with the
 objective `faults` breaks something on purpose.

@@ -135,7 +135,15 @@ RESUMES = {
     "dpo": replace(WITH_DROPOUT, objective="dpo", zero=Zero(3), evaluate=Evaluate(eval_steps=2)),
     "kto": replace(WITH_DROPOUT, objective="kto"),
 }
-DATA_OF = {"sft": "fifty_words", "dpo": "fifty_pairs", "kto": "labelled"}
+DATA_OF = {
+    "sft": "fifty_words", "dpo": "fifty_pairs", "kto": "labelled", "orpo": "fifty_pairs",
+    "simpo": "fifty_pairs",
+}  # fmt: skip
+TWO_STEPS = replace(RESUMED, peft=LORA, save_steps=0, batch=replace(RESUMED.batch, max_steps=2))
+OBJECTIVES = {
+    name: Wanted(replace(TWO_STEPS, objective=name), data=DATA_OF[name])
+    for name in ("kto", "orpo", "simpo")
+}
 TEXTS = Wanted(
     Settings(
         dtype="float32",
@@ -176,7 +184,7 @@ def shared(name: str, sharing: int, nproc: int = 2) -> Wanted:
     return SHARED[name].but(launch=Launch(nproc=nproc, threads=1, sequence_parallel=sharing))
 
 
-JOBS = {**STAGES, **REWARDS, **COURSES}
+JOBS = {**STAGES, **REWARDS, **COURSES, **OBJECTIVES}
 for name, settings in RESUMES.items():
     data = DATA_OF[settings.objective]
     JOBS[f"whole_{name}"] = Wanted(settings, data=data)
@@ -186,7 +194,7 @@ for name in SHARED:
     JOBS |= {f"{name}_over_{sharing}": shared(name, sharing) for sharing in (1, 2)}
 DEFAULT = (
     "full_zero3", "qlora_zero2", "rows_untied_zero2", "reward_lora_zero3", "whole_lora_3",
-    "again_lora_3", "ended_lora_3", "best", "dpo_over_1", "dpo_over_2", "diverges",
+    "again_lora_3", "ended_lora_3", "best", "dpo_over_1", "dpo_over_2", "diverges", *OBJECTIVES,
 )  # fmt: skip
 """Jobs of the default suite, with every kind of file, objective, restart and sharing once."""
 

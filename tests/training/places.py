@@ -43,9 +43,9 @@ def run_jobs(
     arguments = [job.checkpoints / "job.json" for job in jobs]
     for job, path in zip(jobs, arguments, strict=True):
         job.write(path)
-    how = ["--standalone", "--nproc-per-node", str(nproc), "-m", "tests.training.run_jobs"]
+    words = map(str, [nproc, "tests.training.run_jobs", *arguments, *[checks] * bool(checks)])
     launch(
-        python_child("torch.distributed.run", *how, *map(str, arguments + [checks] * bool(checks))),
+        python_child("tests.ranks", *words),
         stage="train",
         log=LOG,
         log_path=folder / f"{nproc}-ranks.log",

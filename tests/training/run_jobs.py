@@ -1,6 +1,6 @@
-"""Run by torchrun: train several jobs in turn with the product's code, in one group of ranks.
+"""Run by ranks: train several jobs in turn with the product's code, in one group of ranks.
 
-torchrun ... -m tests.training.run_jobs JOB.json ... [FOLDER]
+python -m tests.ranks COUNT tests.training.run_jobs JOB.json ... [FOLDER]
 
 Importing DeepSpeed takes longer than all of these trainings. Beside `out`, a job on data gets the
 folder `start`: its trained tensors before the first step. FOLDER is for `measure_engines`.

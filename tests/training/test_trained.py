@@ -1,4 +1,4 @@
-"""Real torchrun with two ranks: the files are the trained model, however ranks share the work."""
+"""Two real ranks: the files are the trained model, however ranks share the work."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.settings import Settings
 from tests.training.jobs import (
     CUT_AT,
     DEFAULT,
+    OBJECTIVES,
     REWARDS,
     SHARED,
     STAGES,
@@ -98,6 +99,15 @@ def test_the_files_are_the_model_that_was_trained(trained: Trained, name: str) -
     )
     assert reference.noise is not None
     assert drift(reference, measured).beyond(EXACT, reference.noise) == []
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_other_objectives_train(trained: Trained, name: str) -> None:
+    job = trained[name]
+    first, second = losses(job)
+    assert math.isfinite(first + second)
+    assert first != second
+    assert all(t.any() for n, t in weights(job).items() if "lora_B" in n)
 
 
 def test_files_beside_the_weights(trained: Trained, tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Train tiny models for two steps and save them in every way that DeepSpeed can; run by torchrun.
+"""Train tiny models for two steps and save them in every way that DeepSpeed can; run in ranks.
 
 Beside each checkpoint rank 0 writes config.json or adapter_config.json, as a trainer does, and
 `<case>/expected.safetensors`: the result of DeepSpeed's own `zero_to_fp32`. If that fails, its

@@ -7,6 +7,7 @@ to_served(delivery, mechanism, scorer)      # stages.py
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -191,7 +192,9 @@ def _prepare(composed: Composed) -> Delivery:
             details=findings,
             hint="put the tokenizer that belongs to the model into SOURCE's folder",
         )
-    warnings += examination.require_own_ids(work.tokens.folder)
+    with tempfile.TemporaryDirectory() as served:  # the files of which convert asks again
+        work.tokens.write(Path(served), work, convert["dtype"])
+        warnings += examination.require_own_ids(work.tokens.folder, Path(served))
     attention, unable = attention_of(source, store)
     if measured:
         _require_measurable(work, engine)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tasks.audit.source import Source
 from tasks.weights.files.dtypes import ITEM_BITS, all_zero, is_float, largest, magnitude, nonfinite
-from tasks.weights.files.tensors import Reader
+from tasks.weights.files.tensors import Reader, Tensor
 
 _BLOCK = 2 << 20
 """Bytes to read at a time; longer rows are not examined as rows."""
@@ -39,16 +39,29 @@ class Seen:
 
 
 def scan(source: Source) -> Mapping[str, Seen]:
-    """Scan every tensor that is contiguous.
+    """Scan every tensor that is contiguous; of weights that are not read, those that look empty.
 
     Raises:
         ArtifactError: a file is shorter than its header says.
     """
     names = [name for name, tensor in source.tensors.items() if tensor.extents]
+    if not source.is_read:
+        names = [name for name in names if _looks_empty(source.tensors[name])]
     names.sort(key=lambda name: -source.tensors[name].nbytes)
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
         return dict(zip(names, pool.map(partial(_scan, source), names), strict=True))
+
+
+def _looks_empty(tensor: Tensor) -> bool:
+    """Return True if all elements of a matrix's first row are equal."""
+    size = ITEM_BITS[tensor.dtype] // 8
+    if len(tensor.shape) != 2 or not tensor.numel or not size:
+        return False
+    with Reader(tensor.extents) as reader:
+        row = reader.read(0, tensor.nbytes // tensor.shape[0])
+    items: NDArray[Any] = row.view(f"<u{size}")
+    return all_zero(row, tensor.dtype) or bool((items == items[0]).all())
 
 
 def _scan(source: Source, name: str) -> Seen:

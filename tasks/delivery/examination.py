@@ -98,9 +98,12 @@ def require_sound(base: Path) -> tuple[str, ...]:
     return require_own_ids(base)
 
 
-def require_own_ids(folder: Path) -> tuple[str, ...]:
-    """Refuse a tokenizer that transformers, and vLLM with it, misreads. Returns warnings."""
-    reason = misread(folder)
+def require_own_ids(folder: Path, served: Path | None = None) -> tuple[str, ...]:
+    """Refuse a tokenizer that transformers, and vLLM with it, misreads. Returns warnings.
+
+    `served` has the same files as they are going to be served, with the model's config.json.
+    """
+    reason = misread(served or folder)
     if not reason:
         return ()
     if is_leading(reason):

@@ -111,6 +111,8 @@ def test_a_delivery_without_an_engine_does_nothing_twice(
     folder = Path(shutil.copytree(base, tmp_path / "tiny-qwen"))
     source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
     edit_json(folder / "tokenizer_config.json", model_max_length=4321)  # unknown to this process
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # as trainers save it
+        shutil.copy(folder / name, source)
     words = [f"source={source}", f"base={folder}", f"paths.runs={tmp_path / 'runs'}"]
     composed = compose_config([*words, f"out={tmp_path / 'out'}"], config_name="deliver")
     try:

@@ -223,8 +223,13 @@ def not_finite(source: Source) -> Iterator[Fault]:
         yield Fault(text, "finite numbers", tensors=list(bad))
 
 
+def is_scanned(source: Source) -> bool:
+    """Return True if values are read, or a delivery reads them later, which misses empty ones."""
+    return source.is_read or (source.alone and source.is_model)
+
+
 @check(
-    "CONSTANT_ROWS", WARNING, needs=(READ,),
+    "CONSTANT_ROWS", WARNING, needs=(is_scanned,),
     why="memory was saved before it was filled, or the rows were never trained",
     fix="compare it with the base and save again; train embeddings too (modules_to_save)",
     issues="aprender #3971, OpenRLHF #645, OpenRLHF PR #648",

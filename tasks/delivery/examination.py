@@ -14,10 +14,9 @@ from typing import Any
 from tasks.audit.check import Finding, Severity
 from tasks.audit.checks.files import TRAINER_STATE
 from tasks.audit.run import Report, audit
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, command
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, first_and_more
-from tasks.core.terminal import typed
 from tasks.evaluation.model_folder import write_json
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
@@ -110,7 +109,7 @@ def require_own_ids(folder: Path, served: Path | None = None) -> tuple[str, ...]
         return (f"{folder}: the tokenizer as loaded: {reason}",)
     raise ConfigError(
         f"{folder}: the tokenizer is misread by transformers and vLLM: {reason}",
-        hint=f"plumbline audit {typed('source', folder)} tells what fixes it",
+        hint=f"{command('audit', source=folder)} tells what fixes it",
     )
 
 
@@ -128,7 +127,7 @@ def refused(
         fix = next((each.fix for each in report.findings if each.code == _SHARDS), "")
     what = "the base, not the source: " if key == "base" else ""
     summary = first_and_more(reasons) if reasons else "it cannot be delivered"
-    rest = f"plumbline audit {typed('source', report.source)} tells the rest"
+    rest = f"{command('audit', source=report.source)} tells the rest"
     return ConfigError(
         f"{what}{key}={report.source}: {report.what}: {summary}",
         details=lines,

@@ -62,7 +62,7 @@ _CONVERSIONS = {
     "--target_dir <a new folder>",
     "Megatron": "Megatron-Bridge's AutoBridge.export_ckpt",
     GGUF: "serve it with llama.cpp or Ollama, and compare the server with the folder that it was "
-    "converted from: plumbline verify url=<its address> source=<that folder>",
+    f"converted from: {command('verify')} url=<its address> source=<that folder>",
     "raw torch state dict": "load it into its class, and save that with save_pretrained",
 }
 

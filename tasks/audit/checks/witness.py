@@ -11,7 +11,7 @@ from tasks.audit.check import ERROR, INFO, WARNING, Fault, Severity, check, some
 from tasks.audit.checks.templates import SETTINGS, template_places
 from tasks.audit.checks.tokens import GENERATION, TOKENIZER
 from tasks.audit.known import of_text
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source, command
 from tasks.core.errors import ArtifactError
 from tasks.drift.witness import find_witness
 from tasks.witness.plumbline_witness.prints import FOLDER
@@ -76,7 +76,7 @@ def witness(source: Source) -> Iterator[Fault]:
             yield Fault(f"{name} {limit}", f"{longest} or more, the longest row", file=file)
     text = f"{record.line()}; agree with it: {', '.join(equal) or 'no file'}"
     why = "the trainer's process wrote it: it proves what was trained, not what is in the weights"
-    fix = "compare the weights: deliver; or a server: plumbline verify url=<its address>"
+    fix = f"compare the weights: deliver; or a server: {command('verify')} url=<its address>"
     yield Fault(text, "a record in every checkpoint of a training", FILE, (), INFO, why, fix)
 
 

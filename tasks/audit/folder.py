@@ -36,24 +36,18 @@ _T = TypeVar("_T")
 
 
 class Folder:
-    """An untrusted folder; a missing or unusable file reads as an empty document.
-
-    Attributes:
-        files: size in bytes of every regular file, by path relative to the folder.
-        folders: paths of its subfolders.
-        odd: broken links, links to folders, folders nested too deep; with the reason.
-        unsafe: links that lead out, pipes, sockets, devices, endless listings; with the reason.
-        wrong: reason by name for each file that exists and is unusable; filled when files are read.
-    """
+    """An untrusted folder; a missing or unusable file reads as an empty document."""
 
     def __init__(self, root: Path) -> None:
         """List the folder. Raises ArtifactError if it does not exist or cannot be read."""
         self.root = root
-        self.files: dict[str, int] = {}
-        self.folders: list[str] = []
+        self.files: dict[str, int] = {}  # size in bytes of every regular file, by relative path
+        self.folders: list[str] = []  # relative paths
+        # reason by path: broken links, links to folders, folders nested too deep
         self.odd: dict[str, str] = {}
+        # reason by path: links that lead out, pipes, sockets, devices, endless listings
         self.unsafe: dict[str, str] = {}
-        self.wrong: dict[str, str] = {}
+        self.wrong: dict[str, str] = {}  # reason by name; filled when files are read
         self._read: dict[str, Any] = {}
         self._list()
 

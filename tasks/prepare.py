@@ -138,6 +138,7 @@ def prepare_data(
             data.stopping,
             answered,
             Control(tuple(model_tokens), data.control_tokens, last_answer),
+            data.ignored_columns,
         )
         train, held_out = _sources(data)
         made = build_dataset(out, train=train, held_out=held_out, options=options, log=log)

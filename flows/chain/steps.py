@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config, split
 from flows.cli.vocabulary import in_step, nearest
+from tasks.config.checks import findings
 from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,11 @@ class Step:
     rewarded: bool = False  # an earlier step trains a reward model
     # section `peft` of the earlier step whose model this step starts from; None for `model.path`
     begins_with: Mapping[str, Any] | None = None
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Problems of the step on this machine; rows of the user are read only once for them."""
+        return findings(self.composed.settings, self.composed.runs, rewarded=self.rewarded)
 
     @property
     def objective(self) -> str:

@@ -11,13 +11,12 @@ from flows.chain.chain import Chain, Delivered
 from flows.chain.dry_run import DryRun
 from flows.chain.steps import Step
 from flows.chain.train import resolved
-from tasks.config.checks import findings
 from tasks.config.checks.memory import LIBRARIES, engine_memory, in_words, memory_of
 from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.defaults import ONLINE
 from tasks.config.sections import Rl, read_section
 from tasks.core.errors import ConfigError
-from tasks.core.finding import Finding, preflight
+from tasks.core.finding import preflight
 from tasks.core.machine import available_memory, gpu_memory
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import Artifact
@@ -33,7 +32,7 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
     problems = [
         replace(finding, what=f"{prefixes[step.name]}{finding.what}")
         for step in steps
-        for finding in _findings(step)
+        for finding in step.findings
     ]
     try:
         warnings = preflight(problems)
@@ -41,10 +40,6 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
         raise ConfigError(error.message, details=() if shown else error.details) from None
     for warning in () if shown else warnings:
         print(plain(f"warning: {warning}"), file=sys.stderr)
-
-
-def _findings(step: Step) -> list[Finding]:
-    return findings(step.composed.settings, step.composed.runs, rewarded=step.rewarded)
 
 
 def render(steps: Sequence[Step]) -> str:
@@ -58,7 +53,7 @@ def render(steps: Sequence[Step]) -> str:
 
 def _of_step(step: Step, *, last: bool) -> str:
     composed, settings = step.composed, step.composed.settings
-    lines = [f"  {finding.severity}: {finding}" for finding in _findings(step)]
+    lines = [f"  {finding.severity}: {finding}" for finding in step.findings]
     stages = forecast(step)
     if last:  # only the last model is registered
         stages.append(("register", "to run"))

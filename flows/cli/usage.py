@@ -7,6 +7,7 @@ experiment. The description of an experiment is the third line of its file.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import re
@@ -77,10 +78,12 @@ def experiment_lines(folders: Sequence[Path] = (CONF,), words: Sequence[str] = (
 
 
 def listed_experiments(words: Sequence[str]) -> list[str]:
-    """Return the lines of `plumbline list [--config-dir=DIR] [WORD ...]`."""
-    flag = "--config-dir="
-    own = [Path(word.removeprefix(flag)) for word in words if word.startswith(flag)]
-    return experiment_lines([CONF, *own], [word for word in words if not word.startswith(flag)])
+    """Return the lines of `plumbline list [--config-dir DIR] [WORD ...]`."""
+    parser = argparse.ArgumentParser("plumbline list", allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", action="append", type=Path, default=[CONF])
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    typed = parser.parse_intermixed_args(words)
+    return experiment_lines(typed.config_dir, typed.words)
 
 
 def experiment_line(file: Path) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tasks.audit.folder import Folder, open_weights
+from tasks.core import terminal
 from tasks.core.terminal import typed
 from tasks.weights.files.documents import MANIFEST, own_manifest
 from tasks.weights.files.reader import Weights, index_of
@@ -261,7 +262,7 @@ def command(program: str, **settings: object) -> str:
         for key, value in settings.items()
         if value is not None
     ]
-    return " ".join(["plumbline", program, *words])
+    return " ".join([terminal.command(program), *words])
 
 
 def setting(file: str, **values: object) -> str:

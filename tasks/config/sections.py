@@ -172,6 +172,7 @@ class Data(Section):
     sources: list[DataSource] = field(default_factory=list)  # several sources, instead of path
     stopping: Literal["first_exhausted", "all_exhausted"] = "all_exhausted"  # end of a mixture
     max_samples: Count | None = None  # rows read, at most; null: all
+    ignored_columns: tuple[str, ...] = ()  # that training leaves out although they carry meaning
     on_bad_line: Literal["fail", "skip"] = "fail"  # what happens to a row that cannot be used
     control_tokens: ControlTokens | None = None  # in texts; null: refuse in answers, else warn
     max_truncated: Share = 0.2  # share of training rows that train.max_len may cut; more: an error

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 from tasks.core.errors import DataError, EmptySplitError
 from tasks.data.control import WAYS, Control
-from tasks.data.kinds import CONVERSATIONS, Kind, Payload, content_id, side_id
-from tasks.data.messages import Unusable
+from tasks.data.kinds import CONVERSATIONS, Kind, Payload, content_id, side_id, unread
+from tasks.data.messages import SYSTEM, Unusable
 from tasks.data.readers import ALL_EXHAUSTED, Row, Source, mix, wrong_probabilities
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -49,6 +49,7 @@ class Options:
     stopping: str = ALL_EXHAUSTED  # end of mixing; see `readers.mix`
     answered: bool = False  # True if a prompt without an answer is a bad row
     control: Control = field(default_factory=Control)  # control tokens in the texts of rows
+    ignored: Sequence[str] = ()  # columns that may be left out although they carry meaning
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Reading:
     fitted: bool = False  # True if a row had the columns that its kind needs
     counts: Counter[str] = field(default_factory=Counter)  # rows, refused, repeated
     bad: list[str] = field(default_factory=list)  # places and problems of the first bad rows
+    unread: set[str] = field(default_factory=set)  # columns with meaning that training leaves out
     # places of rows with a control token outside answers
     controlled: list[str] = field(default_factory=list)
 
@@ -116,13 +118,22 @@ class Reading:
         if row.problem:
             raise Unusable(row.problem)
         payload = kind.read(values, columns)
+        self.unread.update(unread(values, columns, payload) - {*self.options.ignored})
         warning = self.options.control.check(payload)
         if self.options.answered and "answer" not in payload:
             raise Unusable("no answer, and reward.function=exact_match compares with it")
         return payload, warning
 
     def require_columns(self) -> None:
-        """Raise DataError if no row of the source had the columns that its kind needs."""
+        """Raise DataError for columns with meaning that are not read, and for missing columns."""
+        if self.unread:
+            columns = sorted(self.unread)
+            systems = [f"data.system_key={name}" for name in columns if name in SYSTEM]
+            way = systems[0] if systems else "write it into the row's messages"
+            raise DataError(
+                f"{self.source.name}: training would leave out {', '.join(map(repr, columns))}",
+                hint=f"{way}, or data.ignored_columns=[{','.join(columns)}]",
+            )
         if self.fitted or not self.names:
             return
         wanted, known = self.options.kind.wanted(self.source.columns), sorted(self.names)
@@ -186,8 +197,10 @@ def build_dataset(
     bad = [line for reading in (*apart, *readings) for line in reading.bad][:SHOWN]
     bad += [f"... and {refused - SHOWN} more"] if refused > SHOWN else []
     if options.on_bad_line == "fail" and bad:
+        read = sum(reading.counts["rows"] for reading in readings)
+        part = "the first " if read == options.max_samples else ""
         raise DataError(
-            f"{refused} of {total} rows cannot be used, first {bad[0]}",
+            f"{refused} of {part}{total} rows cannot be used, first {bad[0]}",
             details=bad,
             hint="fix the rows, or leave them out and count them: data.on_bad_line=skip",
         )

@@ -25,6 +25,8 @@ from typing import Any
 
 from tasks.config.defaults import ONLINE
 from tasks.data.messages import (
+    REASONING,
+    SYSTEM,
     TOOLS,
     Columns,
     Message,
@@ -47,6 +49,9 @@ _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 """Labels, in lower case."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of media, for which the texts have a placeholder that no text model knows."""
+
+_THOUGHTS = ("reasoning", *REASONING)
+"""Columns with the reasoning before an answer."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +257,19 @@ def names_texts(section: Mapping[str, Any]) -> bool:
     """Return True if section `data`, or one of its sources, names a column of raw texts."""
     sections = [section, *section.get("sources", ())]
     return any(source.get("text_key") is not None for source in sections)
+
+
+def unread(values: Mapping[str, Any], columns: Columns, payload: Payload) -> set[str]:
+    """Return the columns with a system message, reasoning or an input that no setting names.
+
+    A row that has such in its messages needs no column, and rewards get the columns of prompts.
+    """
+    turns = payload.get("messages") or [*payload.get("prompt", ()), *payload.get("chosen", ())]
+    names: tuple[str, ...] = () if not turns or turns[0]["role"] == "system" else SYSTEM
+    if turns and "columns" not in payload:
+        names += () if any(key in turn for turn in turns for key in REASONING) else _THOUGHTS
+        names += ("input",) if isinstance(values.get(columns.prompt), str) else ()  # Alpaca's
+    return {name for name in names if has_text(values.get(name))} - {*vars(columns).values()}
 
 
 def content_id(payload: Payload) -> str:

@@ -32,6 +32,8 @@ CALLS = ("function_call", "tool_call")
 TOOLS = ("tools", "functions")
 """Columns with the schemas of the row's tools."""
 REASONING = ("reasoning_content", "thinking")
+SYSTEM = ("system", "system_prompt")
+"""Columns that have the system message of a row, in data sets that are often used."""
 _OF_ROLE = {
     "assistant": ("tool_calls", "function_call", *REASONING),
     "tool": ("name", "tool_call_id"),

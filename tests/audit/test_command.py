@@ -50,7 +50,7 @@ def test_a_broken_adapter_by_relative_path_as_json(tmp_path: Path, typed: Typed)
     assert json.loads(typed("source=../it", "out=-")[1])["ok"] is False
 
 
-def test_a_repaired_copy(tmp_path: Path, typed: Typed) -> None:
+def test_a_repaired_copy(tmp_path: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     root, out = make_model(tmp_path / "a b,lr=1e-4"), tmp_path / "a b,lr=1e-4-repaired"
@@ -60,8 +60,10 @@ def test_a_repaired_copy(tmp_path: Path, typed: Typed) -> None:
     base = make_model(tmp_path / "the base", tensors(1))
     report = audit(root, base=base)
     program, command, *words = shlex.split(report.mending)
-    assert (program, command, report.ok) == ("plumbline", "audit", False)
+    assert (program, command, report.ok) == ("python", "flows/audit.py", False)
     assert f"base={base}" in words
+    monkeypatch.setattr(sys, "argv", ["plumbline audit"])
+    assert shlex.split(audit(root, base=base).mending) == ["plumbline", "audit", *words]
     status, _, errors = typed(*words)
     assert (status, "21 keys" in errors) == (0, True), errors
     assert audit(out, values=True).ok

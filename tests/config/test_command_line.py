@@ -12,6 +12,7 @@ from flows.cli import tool
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config, vocabulary
 from flows.cli.entry import read, run_main
+from flows.cli.usage import listed_experiments
 from flows.cli.vocabulary import CONF
 from tasks.core.errors import ConfigError
 
@@ -137,6 +138,8 @@ def test_experiments_of_a_config_dir_are_listed_and_run(
     assert run_main("rlhf", job, argv=[*folders, "--help"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["+exp=first", "About", "it."] in lines
+    for typed in (["fir", *folders], ["fir", "--config-dir", str(tmp_path / "mine")]):
+        assert listed_experiments(typed)[1].split() == ["+exp=first", "About", "it."]
 
 
 def test_cfg_job_prints_no_password(

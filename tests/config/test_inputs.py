@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,23 @@ from tasks.config.checks.inputs import PEEK
 from tests.witness.conftest import make_base
 
 CHAT = {"prompt": "q", "response": "a"}
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 MISFITS: list[tuple[str, list[dict[str, Any]], list[str], str]] = [
     ("sft_full", [{"promt": "q", "response": "a"}], [], "data.prompt_key=promt"),
     ("dpo", [CHAT], [], "'chosen'"),
     ("sft_full", [CHAT, {"prompt": "q"}], [], "data.on_bad_line=skip"),
     ("grpo", [{"prompt": "q", "solution": 4}], ["reward.function=exact_match"], "no answer"),
     ("sft_full", [], [], "0 rows"),
+    ("sft_full", [CHAT | {"system": "s"}], [], "data.system_key=system"),
+    ("sft_full", [CHAT | {"system_prompt": "s"}], [], "data.system_key=system_prompt"),
+    ("grpo", [{"prompt": "q", "system": "s"}], [], "data.system_key=system"),
+    ("dpo", [PAIR | {"system": "s"}], [], "data.system_key=system"),
+    ("sft_full", [CHAT | {"reasoning": "r"}], [], "data.ignored_columns=[reasoning]"),
+    ("sft_full", [{"messages": TURNS, "thinking": "r"}], [], "data.ignored_columns=[thinking]"),
+    ("dpo", [PAIR | {"input": "x"}], [], "data.ignored_columns=[input]"),
+    ("sft_full", [{"prompt": "q"}] + [CHAT] * PEEK, [], f"1 of the first {PEEK} rows"),
+    ("kto", [CHAT | {"label": True}, {**CHAT, "prompt": "p", "label": 1}], [], "data.label_key"),
 ]
 """Experiment, rows, settings, and the thing that the finding names."""
 
@@ -37,9 +49,33 @@ def test_rows_that_an_objective_cannot_read(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (finding,) = (
         text for text in problems(tmp_path, f"+exp={experiment}", f"data.path={file}", *words)
-        if text.startswith("data:")
+        if text.startswith("data")
     )  # fmt: skip
     assert named in finding
+    places = re.findall(r"rows\.jsonl:\d+", finding)
+    assert len(places) == len(set(places)), "a bad row is printed once"
+
+
+READ: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("sft_full", CHAT | {"system": ""}, []),
+    ("sft_full", CHAT | {"system": "s"}, ["data.system_key=system"]),
+    ("sft_full", CHAT | {"system": "s", "input": "x"}, ["data.ignored_columns=[system,input]"]),
+    ("sft_full", {"messages": [{"role": "system", "content": "s"}, *TURNS], "system": "s"}, []),
+    ("sft_full", {"messages": [TURNS[0], TURNS[1] | {"thinking": "r"}], "reasoning": "r"}, []),
+    ("sft_full", {"text": "t", "thinking": "x"}, ["data.text_key=text"]),
+    ("grpo", {"prompt": "q", "answer": "a", "reasoning": "r", "input": "x"}, []),
+]
+
+
+@pytest.mark.parametrize(("experiment", "row", "words"), READ)
+def test_columns_that_are_read_or_left_out_on_purpose(
+    experiment: str, row: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    other = json.loads(json.dumps(row).replace('"q"', '"p"').replace('"t"', '"u"'))
+    file.write_text("".join(json.dumps(each) + "\n" for each in (row, other)))
+    texts = problems(tmp_path, f"+exp={experiment}", f"data.path={file}", *words)
+    assert not [text for text in texts if text.startswith("data:")]
 
 
 def test_equal_first_rows_are_no_empty_split(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,11 @@ def problems(context: Context) -> Iterator[Finding]:
     kinds = {source["kind"] or data["kind"] for source in data["sources"]} or {data["kind"]}
     if missing or not kinds <= set(FILE_KINDS):
         return
-    arguments = data_settings(context.settings)
+    yield from _rows(data_settings(context.settings), context.objective)
+
+
+def _rows(arguments: Mapping[str, Any], objective: str) -> Iterator[Finding]:
+    """Yield the problem of the first rows, and a warning for labels without their opposite."""
     first = {**arguments, "max_samples": min(PEEK, arguments["max_samples"] or PEEK)}
     with tempfile.TemporaryDirectory() as out:
         try:
@@ -42,8 +47,18 @@ def problems(context: Context) -> Iterator[Finding]:
             except EmptySplitError:  # the first rows may all be equal
                 prepare_data(Path(out), log=_SILENT, **arguments)
         except DataError as error:
-            allowed = error.details[0] if error.details else "rows that can be read"
+            more = (detail for detail in error.details if detail not in error.message)
+            allowed = next(more, "rows that can be read")
             yield Finding("data", error.message, allowed, error.hint or "data.path=<file>")
+            return
+        if objective == "kto":
+            rows = (Path(out) / "train.jsonl").read_text("ascii").splitlines()
+            labels = {json.loads(row)["desirable"] for row in rows}
+            if len(labels) == 1:
+                value = f"{str(*labels).lower()} in all of the first {len(rows)} training rows"
+                reason = "kto learns from the difference between desirable and undesirable answers"
+                override = "data.path=<file with rows of both labels>"
+                yield Finding("data.label_key", value, reason, override, "warning")
 
 
 def _missing(data: Mapping[str, Any]) -> Iterator[Finding]:

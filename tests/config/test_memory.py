@@ -48,6 +48,15 @@ def test_the_memory_plan_of_a_published_model() -> None:
             Sizes({**QWEN_7B, key: 8})
     four = {"batch": Batch(4, 16), "launch": Launch(nproc=4), "dtype": "float32"}
     full = [estimate(QWEN_7B, Settings(zero=Zero(s, bucket_size=0), **four)) for s in range(4)]
+    overlapped = [
+        estimate(QWEN_7B, Settings(zero=Zero(s, overlap_comm=o, bucket_size=10**8), **four))
+        for s in range(4) for o in (False, True)
+    ]  # fmt: skip
+    buckets = [plan.gradients for plan in overlapped]
+    alone = [plan.gradients for plan in full for _ in "12"]
+    assert [a - b for a, b in zip(buckets, alone, strict=True)] == [
+        4 * 10**8 * number for number in (0, 0, 1, 2, 1, 2, 1, 1)
+    ]
     # Weights, gradients, their copy for the step, two moments: each divided from its stage on.
     needed = [plan.optimizer + plan.gradients for plan in full]
     assert needed == [16 * weights, 7 * weights, 4 * weights, 4 * weights]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from tasks.rl.rewards import Endpoint, Function, Rewards, Weighted, exact_matche
 from tasks.rl.settings import Reward
 from tasks.rl.user_code import FunctionReference
 from tests.answering import Reply, answering
+from tests.conftest import PROJECT
 from tests.rl.making import LOG, TOKENIZER, Open, judge, response, responses
 
 
@@ -101,6 +103,14 @@ def test_it_gets_the_arguments_of_trl_and_every_column(
     answered = [{"role": "user", "content": "copy ape"}, {"role": "assistant", "content": "ape"}]
     only = response("copy ape", "ape", messages=answered)
     assert made("awaited")([only]) == [1.0], "without the answer"
+
+
+def test_the_function_that_the_guide_shows(made: Callable[..., Function]) -> None:
+    """Users copy it; it crashed once."""
+    page = (PROJECT / "docs/guides/own.md").read_text()
+    (text,) = re.findall(r"^```python\n(# rewards\.py.*?)^```", page, re.M | re.S)
+    texts = [*responses(), response("copy cow", "bull", answer="cow")]
+    assert made("score", text)(texts) == [1, 1, 1, 1, 0]
 
 
 def test_an_array_a_loop_of_its_own_and_a_file_beside_it(made: Callable[..., Function]) -> None:

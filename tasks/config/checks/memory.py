@@ -169,7 +169,9 @@ def estimate(
     optimizer = int(trained / over[1] * (master + moments))
     summed = 4 if accumulates_in_fp32(settings, ranks) else item
     bucket = zero.bucket_size if gpu else min(trained, zero.bucket_size)
-    gradients = trained * summed // over[2] + (bucket * item if zero.stage else 0)
+    # ZeRO-1 and 2 fill a second bucket while the first is sent (`stage_1_and_2.setup_buckets`).
+    buckets = (2 if zero.overlap_comm and zero.stage < 3 else 1) if zero.stage else 0
+    gradients = trained * summed // over[2] + buckets * bucket * item
     gradients += trained // over[1] * 4  # in fp32, during the step
 
     host = 0

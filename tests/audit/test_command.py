@@ -13,6 +13,7 @@ import pytest
 
 from flows.cli import tool
 from tasks.audit.run import audit
+from tasks.core.terminal import STARTED
 from tests.audit.making import adapter_tensors, make_adapter, make_model, tensors, wrapped
 from tests.commands import environment
 from tests.conftest import PROJECT
@@ -62,7 +63,7 @@ def test_a_repaired_copy(tmp_path: Path, typed: Typed, monkeypatch: pytest.Monke
     program, command, *words = shlex.split(report.mending)
     assert (program, command, report.ok) == ("python", "flows/audit.py", False)
     assert f"base={base}" in words
-    monkeypatch.setattr(sys, "argv", ["plumbline audit"])
+    monkeypatch.setenv(STARTED, "1")
     assert shlex.split(audit(root, base=base).mending) == ["plumbline", "audit", *words]
     status, _, errors = typed(*words)
     assert (status, "21 keys" in errors) == (0, True), errors

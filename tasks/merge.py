@@ -16,7 +16,7 @@ from tasks.delivery.base import ORIGINAL, BaseChoice
 from tasks.delivery.plan import Work
 from tasks.delivery.tokens import write_weights_files
 from tasks.drift.fingerprint import PROFILES
-from tasks.evaluation.measuring import Measuring, stage_report
+from tasks.evaluation.measuring import Measuring, rounding_warning, stage_report
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.reader import read_checkpoint
@@ -57,7 +57,7 @@ def merge(
     limit = PROFILES["standard"] if measuring is None else measuring.limit
     checks, kept, rounding = rounding_kept(plan, done, limit.kept)
     recomputed = recomputed_check(perform(recompute, plan, sources, read_checkpoint(out)))
-    return stage_report(
+    report = stage_report(
         "weights",
         out,
         plan,
@@ -67,6 +67,9 @@ def merge(
         metrics={"folded": float(folded), **kept},
         notes={**rounding, "merge_base": choice.as_json()},
     )
+    if measuring is not None and (warning := rounding_warning(measuring.reference, report.drift)):
+        log.warning("merge: %s", warning)
+    return report
 
 
 def _cause(choice: BaseChoice) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check
-from tasks.drift.fingerprint import DriftLimit, Fingerprint
+from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift
 from tasks.drift.verdict import (
     KERNEL,
     NAMES,
@@ -31,6 +31,8 @@ from tasks.weights.plan import Plan
 from tasks.weights.written import Executed
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT
 
+LOUD = 0.25
+"""KL of a merged from the trained model, in units of the base's, from which a warning says so."""
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
 """(model that is right, model that has drifted, probes, engine of the latter) -> one line: where
 the two part."""
@@ -100,7 +102,23 @@ class Measuring:
             limit = limit_in(limit, reference, new.arithmetic)
         drift = moved(reference, new, dtype)
         check = verdict(drift, limit, cause=self.cause)
-        return drift, (check, *share_checks(path, new, self.limit))
+        return drift, (check, *share_checks(path, new, self.limit, rounded=True))
+
+
+def rounding_warning(reference: Path, merged: Moved | None) -> str:
+    """Return a warning if rounding moved the answers much of the way that training did, or ""."""
+    base = reference / BASE
+    if not isinstance(merged, Drift) or not base.is_file():
+        return ""
+    trained = Fingerprint.load(reference / FINGERPRINT)
+    learned = drift(trained, Fingerprint.load(base)).mean_kl
+    share = merged.mean_kl / learned if learned else 0.0
+    if share < LOUD:
+        return ""
+    return (
+        f"KL of the merged from the trained model is {share:.0%} of the base's: the adapter is "
+        "lighter than the noise of rounding; convert.dtype=float16 has finer steps, float32 none"
+    )
 
 
 def against_engine(

@@ -17,6 +17,7 @@ from tasks.evaluation.measuring import located
 from tasks.evaluation.prompts import Question, Setup
 from tasks.evaluation.serve import Responses, Served, serve_with_transformers, serve_with_vllm
 from tasks.evaluation.serve_http import serve_over_http
+from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ def measure(question: Question, setup: Setup) -> Measured:
         setup.explain,
         engine="vllm" if in_engine else "transformers",  # never blamed itself
     )
-    verdicts = [drifted, *share_checks(question.reference, served.fingerprint, limit)]
+    own = model.path / FINGERPRINT  # the weights as they are, which the merge has judged
+    whole = own if own.is_file() else question.reference
+    verdicts = [drifted, *share_checks(whole, served.fingerprint, limit)]
     prompts = question.served.prompts[: len(reference.probes)]
     agreement = Agreement(len(prompts), 0, ())  # of transformers with itself
     if is_engine:

@@ -110,12 +110,12 @@ def _record(
     command, markdown = key.partition("-")[0], report.markdown()
     create_markdown_artifact(redact(markdown), key=key, description=redact(line))
     files = {name: report.form(name) for name in ("report.json", "report.txt", "report.xml")}
-    show(report, composed.settings["out"])
     numbers = {**numbers, f"{command}/seconds": report.seconds}
     tags = {"prefect.flow_run_id": str(flow_run.id), **tags, **provenance()}
     tracker, title = tracker_of(composed), f"{command} {Path(report.source).name}"
     with tracker.flow(title, composed.recorded, composed.text, tags):
         tracker.log_parent(numbers, files, markdown)
+    show(report, composed.settings["out"])
 
 
 def _audit_registry(overrides: list[str]) -> dict[str, Any]:

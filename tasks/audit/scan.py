@@ -54,12 +54,13 @@ def scan(source: Source) -> Mapping[str, Seen]:
 
 
 def _looks_empty(tensor: Tensor) -> bool:
-    """Return True if all elements of a matrix's first row are equal."""
+    """Return True if all elements of the first row of a matrix, or a stack of them, are equal."""
+    row_bytes = (tensor.shape or (0,))[-1] * ITEM_BITS[tensor.dtype] // 8
     size = ITEM_BITS[tensor.dtype] // 8
-    if len(tensor.shape) != 2 or not tensor.numel or not size:
+    if len(tensor.shape) not in (2, 3) or not tensor.numel or not size < row_bytes <= _BLOCK:
         return False
     with Reader(tensor.extents) as reader:
-        row = reader.read(0, tensor.nbytes // tensor.shape[0])
+        row = reader.read(0, row_bytes)
     items: NDArray[Any] = row.view(f"<u{size}")
     return all_zero(row, tensor.dtype) or bool((items == items[0]).all())
 

@@ -112,11 +112,15 @@ class Report:
             cases.append(Row("verdict", "ok" if page.proves else "unproven", page.line))
         kinds = ["failure" if row.failed else _KINDS.get(row.verdict, "") for row in cases]
         top = ElementTree.Element("testsuite", name=f"plumbline {self.command}")
-        for name, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
-            top.set(name, str(kinds.count(kind)))
+        for word, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            top.set(word, str(kinds.count(kind)))
         top.set("tests", str(len(cases)))
+        if seconds := getattr(self, "seconds", None):
+            top.set("time", f"{seconds:.3f}")
+        subject = getattr(self, "model", "") or getattr(self, "source", "")
+        name = plain(f"{self.command}.{subject}" if subject else self.command)
         for row, kind in zip(cases, kinds, strict=True):
-            about = {"classname": f"plumbline.{self.command}", "name": plain(row.code)}
+            about = {"classname": name, "name": plain(row.code)}
             case = ElementTree.SubElement(top, "testcase", about)
             about = {"message": plain(row.text)} if kind else {}
             if kind == "failure":

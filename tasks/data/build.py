@@ -117,7 +117,7 @@ class Reading:
         self.fitted = self.fitted or kind.fit(values, columns)
         if row.problem:
             raise Unusable(row.problem)
-        payload = kind.read(values, columns)
+        payload = kind.read(values, columns, self.options.ignored)
         self.unread.update(unread(values, columns, payload) - {*self.options.ignored})
         warning = self.options.control.check(payload)
         if self.options.answered and "answer" not in payload:
@@ -134,6 +134,11 @@ class Reading:
                 f"{self.source.name}: training would leave out {', '.join(map(repr, columns))}",
                 hint=f"{way}, or data.ignored_columns=[{','.join(columns)}]",
             )
+        system = self.source.columns.system
+        if system and self.names and system not in self.names:
+            close = [*difflib.get_close_matches(system, self.names, n=1, cutoff=0.5), "<column>"]
+            name = self.source.name
+            raise DataError(f"{name}: no row has {system!r}", hint=f"data.system_key={close[0]}")
         if self.fitted or not self.names:
             return
         wanted, known = self.options.kind.wanted(self.source.columns), sorted(self.names)

@@ -65,11 +65,14 @@ class Kind:
     either: tuple[tuple[str, ...], ...]
     objectives: tuple[str, ...]  # objectives that train on such rows
 
-    def read(self, values: Mapping[str, Any], columns: Columns) -> Payload:
+    def read(
+        self, values: Mapping[str, Any], columns: Columns, ignored: Collection[str] = ()
+    ) -> Payload:
         """Return a row of the artifact. Raises Unusable for one that training cannot use whole."""
-        for key in MEDIA:
+        for key in {*MEDIA} - {*ignored, *vars(columns).values()}:
             if values.get(key):
-                raise Unusable(f"{key!r} is not empty: only text is trained")
+                way = f"data.ignored_columns=[{key}] leaves it out"
+                raise Unusable(f"{key!r} is not empty, and only text is trained; {way}")
         return self.convert(values, columns)
 
     def fit(self, names: Collection[str], columns: Columns) -> bool:
@@ -268,8 +271,15 @@ def unread(values: Mapping[str, Any], columns: Columns, payload: Payload) -> set
     names: tuple[str, ...] = () if not turns or turns[0]["role"] == "system" else SYSTEM
     if turns and "columns" not in payload:
         names += () if any(key in turn for turn in turns for key in REASONING) else _THOUGHTS
-        names += ("input",) if isinstance(values.get(columns.prompt), str) else ()  # Alpaca's
-    return {name for name in names if has_text(values.get(name))} - {*vars(columns).values()}
+        alpaca = columns.messages not in values and isinstance(values.get(columns.prompt), str)
+        names += ("input",) if alpaca else ()
+    texts = {name: values.get(name) for name in {*names} - {*vars(columns).values()}}
+    # One word of reasoning is a switch: "on".
+    return {
+        name
+        for name, text in texts.items()
+        if isinstance(text, str) and len(text.split()) > (name in _THOUGHTS)
+    }
 
 
 def content_id(payload: Payload) -> str:

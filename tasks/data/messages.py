@@ -42,7 +42,7 @@ _OF_ROLE = {
 _VALUES = ("const", "default")
 """Keys of a schema with a value, which may be null."""
 _FILLED = ", which tables write for keys that other rows have: store JSON text, without such keys"
-_NOTHING: tuple[Any, ...] = (None, "", [])
+_NOTHING: tuple[Any, ...] = (None, "", [], "null", "[]")
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -87,21 +87,27 @@ def tools_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `{"tools": schemas}` of a row that has tools, else {}."""
     for key in TOOLS:
         raw = values.get(key)
+        text = isinstance(raw, str)
         if isinstance(raw, str) and raw.strip():
             raw = _from_json(raw, repr(key))
         if not raw:
             continue
         if not isinstance(raw, list):
             raise Unusable(f"{key!r} must be a list of schemas, found {kind_of(raw)}")
-        return {"tools": [_tool(tool, f"tool {n} of {key!r}") for n, tool in enumerate(raw, 1)]}
+        return {
+            "tools": [_tool(tool, f"tool {n} of {key!r}", text) for n, tool in enumerate(raw, 1)]
+        }
     return {}
 
 
-def _tool(raw: object, what: str) -> dict[str, Any]:
-    """Return a schema in OpenAI's form, its keys in the order in which servers pass them on."""
+def _tool(raw: object, what: str, text: bool) -> dict[str, Any]:
+    """Return a schema in OpenAI's form, its keys in the order in which servers pass them on.
+
+    In JSON `text` null beside the parameters is the user's own; no schema of parameters has it.
+    """
     function = _function(raw, what)
-    if null := _null(function):
-        raise Unusable(f"{what} has null for {null!r}{_FILLED}")
+    if null := _null(function.get("parameters") if text else function):
+        raise Unusable(f"{what} has null for {null!r}{': leave it out' if text else _FILLED}")
     first = {key: function[key] for key in ("name", "description", "parameters") if key in function}
     return {"type": "function", "function": {**first, **function}}
 
@@ -231,11 +237,7 @@ def conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
 
 def system_message(values: Mapping[str, Any], columns: Columns) -> list[Message]:
     """Return the system message from its own column, as a list; empty if there is none."""
-    if columns.system is None:
-        return []
-    if columns.system not in values:
-        raise Unusable(f"no {columns.system!r}, the column of the system message")
-    if values[columns.system] in (None, ""):
+    if columns.system is None or values.get(columns.system) in (None, ""):
         return []
     return [{"role": "system", "content": sound(values[columns.system], repr(columns.system))}]
 
@@ -259,8 +261,10 @@ def _message(entry: object, number: int) -> Message:
     message: Message = {"role": role}
     raw = entry.get(names[1])
     if names[0] == "from" and speaker.lower() in CALLS:
-        return {"role": role, "content": "", "tool_calls": _calls(raw, number)}
-    calls = entry.get("tool_calls") or entry.get("function_call")
+        if not (calls := _calls(raw, number)):
+            raise Unusable(f"message {number} has no call of a tool")
+        return {"role": role, "content": "", "tool_calls": calls}
+    calls = _calls(entry.get("tool_calls") or entry.get("function_call"), number)
     if raw is None and not calls:
         raise Unusable(f"message {number} has no {names[1]!r}")
     message["content"] = _content(raw, number)
@@ -268,7 +272,7 @@ def _message(entry: object, number: int) -> Message:
         if entry.get(key):
             message[key] = sound(entry[key], f"{key} of message {number}")
     if calls:
-        message["tool_calls"] = _calls(calls, number)
+        message["tool_calls"] = calls
     if role == "assistant" and not calls and not message["content"].strip():
         raise Unusable(f"message {number} is an empty answer")
     return message
@@ -290,7 +294,11 @@ def _content(raw: object, number: int) -> str:
 def _calls(raw: object, number: int) -> list[dict[str, Any]]:
     """Return calls of tools in OpenAI's form, except that arguments are objects, not JSON text."""
     text = isinstance(raw, str)
-    calls = _from_json(raw, f"the calls of message {number}") if isinstance(raw, str) else raw
+    calls = raw
+    if isinstance(raw, str) and raw:
+        calls = _from_json(raw, f"the calls of message {number}")
+    if not calls:
+        return []
     if isinstance(calls, Mapping):
         calls = [calls]
     if not isinstance(calls, list):

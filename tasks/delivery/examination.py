@@ -13,8 +13,10 @@ from typing import Any
 
 from tasks.audit.check import Finding, Severity
 from tasks.audit.checks.files import TRAINER_STATE
+from tasks.audit.checks.templates import SETTINGS
+from tasks.audit.checks.tokens import GENERIC_TOKENIZER
 from tasks.audit.run import Report, audit
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, command
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, command, setting
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.evaluation.model_folder import write_json
@@ -109,7 +111,7 @@ def require_own_ids(folder: Path, served: Path | None = None) -> tuple[str, ...]
         return (f"{folder}: the tokenizer as loaded: {reason}",)
     raise ConfigError(
         f"{folder}: the tokenizer is misread by transformers and vLLM: {reason}",
-        hint=f"{command('audit', source=folder)} tells what fixes it",
+        hint=f"{setting(SETTINGS, tokenizer_class=GENERIC_TOKENIZER)}, if that reads it right",
     )
 
 

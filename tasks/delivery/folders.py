@@ -16,7 +16,7 @@ from tasks.core.disk import flush, write_refused
 from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.core.files import copy_file
 from tasks.core.private import open_up
-from tasks.pipeline.artifact import Artifact, intact, open_artifact, show
+from tasks.pipeline.artifact import Artifact, intact, open_artifact, replace_folder
 from tasks.pipeline.locks import staging
 from tasks.release.model_card import write_card
 from tasks.weights.files.documents import MANIFEST, read_manifest
@@ -104,7 +104,7 @@ def put(served: Artifact, out: Path, card: str = "") -> None:
             if path.suffix in _WEIGHTS:
                 path.chmod(path.stat().st_mode & ~0o222)
         flush(work)
-        show(work, out)
+        replace_folder(work, out)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

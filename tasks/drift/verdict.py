@@ -28,6 +28,8 @@ from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, SCORES
 NAMES = (FINGERPRINT, SCORES)
 DECIDED = 0.5
 """Largest half of an interval's width that tells a trained model from its base."""
+ROUNDED = 0.75
+"""Largest distance from 1 that the rounding of a light adapter explains; the base has 1."""
 FORMAT_FACTOR = 3.0
 """Allowed drift of a correct engine, in units of the noise of the format that it computes in."""
 
@@ -154,8 +156,8 @@ def share_checks(
     share = adapter_share(trained, base, new.logprobs, measured)
     allowed = max(limit.share, WIDEST) if trained.routed else limit.share  # routers tie
     if share is not None and rounded:
-        # Measured with SmolLM2, an adapter below the rounding noise, bf16: 0.2 to 0.4 of it.
-        allowed = max(allowed, share.remainder**0.5)
+        # Measured with SmolLM2, an adapter below the rounding noise, bf16: 0.05 to 0.4 of it.
+        allowed = max(allowed, min(share.remainder**0.5, ROUNDED))
     if share is None:
         text, ok = "not measured: too few probes, or no effect on them", True
     elif share.half_width > DECIDED:

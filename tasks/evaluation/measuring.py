@@ -33,6 +33,7 @@ from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT
 
 LOUD = 0.25
 """KL of a merged from the trained model, in units of the base's, from which a warning says so."""
+
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
 """(model that is right, model that has drifted, probes, engine of the latter) -> one line: where
 the two part."""

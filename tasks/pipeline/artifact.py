@@ -105,13 +105,13 @@ def publish(
         flush_tree(work)
     except OSError as error:  # a full disk
         raise write_refused(work, error) from error
-    show(work, final)
+    replace_folder(work, final)
     return Artifact(origin.kind, final, document["digest"])
 
 
-def show(work: Path, final: Path) -> None:
+def replace_folder(work: Path, final: Path) -> None:
     """Rename a complete staging folder to `final`; an older folder there is removed."""
-    old = final.parent / f".{final.name}.old.tmp"
+    old = final.parent / f"..{final.name}.tmp"  # no name of a staging folder
     shutil.rmtree(old, ignore_errors=True)  # of a killed process
     if final.exists():
         final.rename(old)

@@ -90,6 +90,7 @@ class Report(report.Report):
         checks = [asdict(check) for check in self.checks]
         for check in checks:
             check["name"] = check.pop("code")
+            del check["details"]
         return {
             "verdict": self.outcome,
             "line": self.line,

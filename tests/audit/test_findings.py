@@ -200,6 +200,12 @@ def _hidden(root: Path) -> None:
     (root / ".cache/model.safetensors.metadata").write_text("1")
 
 
+def _modelfile(root: Path) -> None:
+    """Add the Modelfile of an editor on Windows, with a mark of the template and one of others."""
+    text = "FROM model.gguf\r\nPARAMETER stop <|im_end|>\r\nPARAMETER stop <|eot_id|>\r\n"
+    (root / "Modelfile").write_bytes(text.encode())
+
+
 def _states_of_trainers(root: Path) -> None:
     import torch
 
@@ -240,6 +246,13 @@ def _every_fourth_layer(arrays: Arrays) -> Arrays:
 FINE: dict[str, tuple[Make, set[str]]] = {
     # Makers, and codes that the checkpoint must not have; where none is named, no error at all.
     "hidden files": (model(after=_hidden), set()),
+    "a Modelfile with Windows line ends": (model(after=_modelfile), {"EXPORT_DIFFERS"}),
+    "a layer that fp8 leaves out": (
+        model(_packed("up_proj", np.int8, ".weight_scale"), quantization_config={
+            "quant_method": "fp8", "ignored_layers": [
+                "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]}),
+        {"QUANT_LAYOUT"}
+    ),
     "states of trainers": (model(after=_states_of_trainers), {"STRAY_WEIGHT_FILE"}),
     "packed weights with their scales": (
         model(_packed("_proj", np.int8, ".weight_scale"),

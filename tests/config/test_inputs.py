@@ -24,11 +24,12 @@ MISFITS: list[tuple[str, list[dict[str, Any]], list[str], str]] = [
     ("grpo", [{"prompt": "q", "solution": 4}], ["reward.function=exact_match"], "no answer"),
     ("sft_full", [], [], "0 rows"),
     ("sft_full", [CHAT | {"system": "s"}], [], "data.system_key=system"),
+    ("sft_full", [CHAT, CHAT | {"system": "s"}], ["data.system_key=sytem"], "_key=system"),
     ("sft_full", [CHAT | {"system_prompt": "s"}], [], "data.system_key=system_prompt"),
     ("grpo", [{"prompt": "q", "system": "s"}], [], "data.system_key=system"),
     ("dpo", [PAIR | {"system": "s"}], [], "data.system_key=system"),
-    ("sft_full", [CHAT | {"reasoning": "r"}], [], "data.ignored_columns=[reasoning]"),
-    ("sft_full", [{"messages": TURNS, "thinking": "r"}], [], "data.ignored_columns=[thinking]"),
+    ("sft_full", [CHAT | {"reasoning": "r s"}], [], "data.ignored_columns=[reasoning]"),
+    ("sft_full", [{"messages": TURNS, "thinking": "r s"}], [], "data.ignored_columns=[thinking]"),
     ("dpo", [PAIR | {"input": "x"}], [], "data.ignored_columns=[input]"),
     ("sft_full", [{"prompt": "q"}] + [CHAT] * PEEK, [], f"1 of the first {PEEK} rows"),
     ("kto", [CHAT | {"label": True}, {**CHAT, "prompt": "p", "label": 1}], [], "data.label_key"),
@@ -57,7 +58,9 @@ def test_rows_that_an_objective_cannot_read(
 
 
 READ: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("sft_full", CHAT | {"system": ""}, []),
+    ("sft_full", CHAT | {"system": "", "thinking": "off"}, []),
+    ("sft_full", CHAT | {"system": [], "reasoning": False}, []),
+    ("sft_full", {"messages": TURNS, "prompt": "q", "input": "x"}, []),
     ("sft_full", CHAT | {"system": "s"}, ["data.system_key=system"]),
     ("sft_full", CHAT | {"system": "s", "input": "x"}, ["data.ignored_columns=[system,input]"]),
     ("sft_full", {"messages": [{"role": "system", "content": "s"}, *TURNS], "system": "s"}, []),

@@ -101,6 +101,18 @@ def test_a_null_that_was_written_as_text_is_an_argument(form: Any) -> None:
     assert read["function"]["arguments"] == {"city": None}
 
 
+@pytest.mark.parametrize("nothing", [None, [], "null", "[]"])
+def test_an_answer_without_calls_has_none(nothing: object) -> None:
+    turns = [{**ASKED, "tool_calls": nothing}, {**ANSWER, "tool_calls": nothing}]
+    assert CONVERSATIONS.read({"messages": turns}, Columns())["messages"] == [ASKED, ANSWER]
+
+
+def test_nulls_that_were_written_as_text_beside_the_parameters_are_kept() -> None:
+    tools = json.dumps([{**WEATHER, "required": None}])
+    row = CONVERSATIONS.read({"messages": READ, "tools": tools}, Columns())
+    assert row["tools"][0]["function"]["required"] is None
+
+
 def test_nulls_that_are_values_of_a_schema_are_kept() -> None:
     unit = {"enum": ["C", None], "default": None}
     tool = {**WEATHER, "parameters": {"type": "object", "properties": {"unit": unit}}}
@@ -158,6 +170,7 @@ def test_rows_with_images_are_refused_and_empty_columns_are_not(
 ) -> None:
     columns = Columns(text="text")
     assert kind.read({**row, "images": [], "video": None, "audio": ""}, columns)
-    for media in ({"images": ["cat.png"]}, {"image": {"bytes": b"x"}}, {"videos": ["a.mp4"]}):
+    for media in ({"images": ["cat.png"]}, {"image": {"path": "a.png"}}, {"videos": ["a.mp4"]}):
         with pytest.raises(Unusable, match=repr(*media)):
             kind.read({**row, **media}, columns)
+        assert kind.read({**row, **media}, columns, ignored=[*media])

@@ -14,8 +14,8 @@ from tasks.audit.checks.templates import SETTINGS
 from tasks.audit.checks.tokens import GENERATION, GENERIC_TOKENIZER
 from tasks.audit.known import of_text, text_config, texts
 from tasks.audit.source import CONFIG, Source, setting
-from tasks.audit.tensor_names import embeddings_of, plain_tensors, tail_of
-from tasks.weights.files.dtypes import DTYPE_NAMES
+from tasks.audit.tensor_names import TOWER, embeddings_of, plain_tensors, tail_of
+from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS
 from tasks.weights.files.tensors import Tensor, Tensors
 from tasks.weights.quantized.config_fields import QUANTIZATION, stored
 
@@ -274,7 +274,7 @@ def _is_packed(key: str, tensors: Tensors) -> bool:
     return tensor is not None and (tensor.dtype in _PACKED or tensor.shape[1:] == (1,))
 
 
-_LISTS = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")
+_LISTS = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_modules")
 _PACKED_AS = re.compile(r"(.+)\.(weight_packed|qweight|weight_scale(_inv)?|weight\.absmax|SCB)")
 _SIMPLE = re.compile(r"re:\^?([\w.-]|\\\.|\.\*)*\$?")
 """Regular expressions that are matched: others can take long, or are none."""
@@ -304,7 +304,8 @@ def quantised_layout(source: Source) -> Iterator[Fault]:
             or bool(patterns and re.match(anywhere, module))
             for module in {*packed, *(key.removesuffix(".weight") for key in tensors)}
         }
-        if wrong := sorted(module for module in packed if is_listed[module]):
+        own = {module for module in packed if not module.startswith("mtp.")}  # layers by that name
+        if wrong := sorted(module for module in own if is_listed[module]):
             yield Fault(f"{len(wrong)} packed modules are listed", "16 bits", CONFIG, wrong)
         leaves, tails = {name.rpartition(".")[2] for name in packed}, {*map(tail_of, listed)}
         if groups:  # compressed-tensors: other targets than all linear layers are its own business
@@ -314,6 +315,7 @@ def quantised_layout(source: Source) -> Iterator[Fault]:
         wrong = sorted(
             module
             for module in loose - packed
+            if not TOWER.search(module)
             if module.rpartition(".")[2] in leaves and not is_listed[module]
             if tail_of(module) not in tails and method != "gptq"
         )
@@ -325,9 +327,13 @@ def quantised_layout(source: Source) -> Iterator[Fault]:
 def group_sizes(source: Source) -> Iterator[Fault]:
     """Scales of other groups of columns than config.json says."""
     fields, tensors = source.config().get(QUANTIZATION), source.tensors
-    if not isinstance(fields, Mapping) or fields.get("dynamic"):  # sizes of single modules
+    method = fields.get("quant_method") if isinstance(fields, Mapping) else None
+    if fields is None or method not in ("awq", "gptq", "compressed-tensors"):
         return
-    packs = fields.get("quant_method") != "awq"  # AWQ packs rows
+    # Sizes of single modules, and AWQ's other layouts.
+    if fields.get("dynamic") or fields.get("extra_config") or "gemv" in str(fields.get("version")):
+        return
+    packs = method != "awq"  # AWQ packs rows
     groups = (fields.get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups] or [fields]
     sizes = [(each.get("group_size"), each.get("num_bits", each.get("bits"))) for each in weights]
@@ -337,8 +343,10 @@ def group_sizes(source: Source) -> Iterator[Fault]:
         scale = tensors.get(f"{name.removesuffix(key)}{at}")
         if not name.endswith(f".{key}") or scale is None:
             continue
+        if len(matrix.shape) != 2 or len(scale.shape) != 2:
+            continue
         width, count = matrix.shape[axis], scale.shape[axis]
-        item = 8 * matrix.nbytes // matrix.numel
+        item = ITEM_BITS[matrix.dtype]
         columns = {size: width * item // bits if packs else width for size, bits in sizes if bits}
         if count not in {-(-n // size) if size and size > 0 else 1 for size, n in columns.items()}:
             others[max(columns.values()) // count].append(name)

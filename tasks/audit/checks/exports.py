@@ -57,8 +57,9 @@ def export_differs(source: Source) -> Iterator[Fault]:
     if written and marks and not any(mark in written[0] for mark in marks):
         yield Fault("TEMPLATE without them", some(marks), file=_MODELFILE)
     known = trained.once(tokens_of).ids
-    stops = [stop for stop in _STOP.findall(source.folder.text(_MODELFILE)) if stop[0] == "<"]
-    if known and stops and not any(stop in known for stop in stops):
+    stops = [stop.strip() for stop in _STOP.findall(source.folder.text(_MODELFILE))]
+    stops = [stop for stop in stops if stop.startswith("<")]
+    if known and stops and not any(stop in known or stop in template for stop in stops):
         yield Fault(f"PARAMETER stop {some(stops)}", "tokens of the tokenizer", file=_MODELFILE)
 
 

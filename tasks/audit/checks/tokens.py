@@ -124,7 +124,7 @@ def tied_head(source: Source) -> Iterator[Fault]:
         return
     head, embedding = tensors[embeddings.output], tensors[embeddings.input]
     differs = head.shape != embedding.shape
-    if not differs and source.is_read and head.extents and embedding.extents:
+    if not differs and (source.is_read or source.alone) and head.extents and embedding.extents:
         keys = {tensor: key for key, tensor in source.tensors.items()}
         differs = head.dtype != embedding.dtype or differ(
             (source, keys[head]), (source, keys[embedding])

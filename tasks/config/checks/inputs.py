@@ -84,4 +84,4 @@ def _missing(data: Mapping[str, Any]) -> Iterator[Finding]:
 def _base(folder: Path, _: str) -> list[Finding]:
     report = base_errors(folder)
     texts = ((f"{error.code} {error.where}: {error.found}", error.why) for error in report.findings)
-    return [Finding("model.path", *text, report.command) for text in texts]
+    return [Finding("model.path", *text, report.typed) for text in texts]

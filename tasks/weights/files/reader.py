@@ -61,7 +61,7 @@ def read_header(path: Path) -> Header:
     return _read_header(path, tuple(stats))
 
 
-@lru_cache(maxsize=512)  # audit, plan and write ask for the same files
+@lru_cache(maxsize=128)  # audit, plan and write ask for the same files
 def _read_header(path: Path, _: tuple[int, ...]) -> Header:
     try:
         with open_regular(path) as file, safe_open(path, framework="numpy"):

@@ -35,6 +35,7 @@ from tasks.toy.dataset import write_dataset
 from tasks.toy.tokenizer import SPECIAL_TOKENS
 from tasks.weights.files.documents import optional_json
 from tasks.weights.files.folder import (
+    CHAT_TEMPLATE,
     CODE,
     copy_side_file,
     model_files,
@@ -49,7 +50,6 @@ Log = logging.Logger | logging.LoggerAdapter[Any]
 OnEvent = Callable[[dict[str, Any]], None]
 TOY = "toy"
 PRETRAIN_TIMEOUT_S = 900.0
-CHAT_TEMPLATE = "chat_template.jinja"
 _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
 """Files of a Hugging Face repository that are not downloaded."""
 

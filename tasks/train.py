@@ -16,12 +16,17 @@ import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from tasks.core import errors
 from tasks.core.contract import Check
-from tasks.core.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
+from tasks.core.errors import (
+    ConfigError,
+    DataError,
+    PlumblineError,
+    StageProcessError,
+    TrainingError,
+)
 from tasks.core.events import rewind
 from tasks.core.machine import has_gpu
 from tasks.pipeline.report import StageReport
@@ -32,6 +37,7 @@ from tasks.training.engine.checkpoint import begin, identity, sweep
 from tasks.training.engine.failure import WATCHDOG, out_of_memory, waited
 from tasks.training.job import REWARD_URL, Launch, Settings, TrainJob
 from tasks.training.tokens.truncation import truncation
+from tasks.weights.files.folder import CHAT_TEMPLATE
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
 
@@ -124,12 +130,11 @@ def check_rows(
     The tokenizer is that of `base`, with the chat template of the file `template` if it is given.
     """
     from tasks.rl.prompts import load_prompts
+    from tasks.training.engine.deepspeed_engine import SingleRank
     from tasks.training.losses import objective
-    from tasks.training.model.build import CHAT_TEMPLATE, load_tokenizer
+    from tasks.training.model.build import load_tokenizer
     from tasks.training.tokens.data import load_split
 
-    only: dict[str, Any] = {"rank": 0, "world_size": 1, "first": True, "barrier": lambda: None}
-    ranks: Any = SimpleNamespace(all_objects=lambda x: [x], on_first=lambda work: work(), **only)
     with (
         tempfile.TemporaryDirectory(prefix="plumbline-") as name,
         contextlib.redirect_stdout(io.StringIO()),  # events of a stage that does not run yet
@@ -142,14 +147,18 @@ def check_rows(
             shutil.copyfile(template, folder / CHAT_TEMPLATE)
         most = max_truncated if all(complete) else 1.0  # the longest rows are no fair sample
         job = TrainJob(settings, base, "", folder, folder, folder, max_truncated=most)
-        inputs: dict[str, Any] = {"tokenizer": load_tokenizer(job), "ranks": ranks}
-        for split in ("train", "heldout"):
-            if settings.online:
-                limit = settings.online["rollout"]["max_prompt_len"]
-                load_prompts(folder / f"{split}.jsonl", limit=limit, **inputs)
-            else:
-                roles = objective(settings.objective, vars(settings.loss)).roles
-                load_split(job, split, roles=roles, **inputs)
+        inputs: dict[str, Any] = {"tokenizer": load_tokenizer(job), "ranks": SingleRank()}
+        try:
+            for split in ("train", "heldout"):
+                if settings.online:
+                    limit = settings.online["rollout"]["max_prompt_len"]
+                    load_prompts(folder / f"{split}.jsonl", limit=limit, **inputs)
+                else:
+                    roles = objective(settings.objective, vars(settings.loss)).roles
+                    load_split(job, split, roles=roles, **inputs)
+        except DataError as error:
+            part = "" if all(complete) else f" (looking at up to {SAMPLED} rows of each file)"
+            raise DataError(error.message + part, details=error.details, hint=error.hint) from error
 
 
 def _sample(source: Path, path: Path) -> bool:

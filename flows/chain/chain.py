@@ -7,7 +7,7 @@ are not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -79,8 +79,16 @@ class Chain:
         """Run the stage prepare_data, which needs nothing of earlier steps."""
         return self._run(DATA, prepare_data, config=data_settings(self.settings))
 
-    def deliver(self, data: Artifact, base: Artifact | None = None) -> Delivered:
-        """Run all stages after prepare_data (and `base`), the last ones smoke_eval or lm_eval."""
+    def deliver(
+        self,
+        data: Artifact,
+        base: Artifact | None = None,
+        first: Callable[[], None] | None = None,
+    ) -> Delivered:
+        """Run all stages after prepare_data (and `base`), the last ones smoke_eval or lm_eval.
+
+        `first` is called before a training, and not before a reused one.
+        """
         peft, base = self.settings["peft"], base or self.prepare_base()
         inputs = {"base": base, "data": data}
         if self._continued is not None:
@@ -93,6 +101,7 @@ class Chain:
             inputs=inputs,
             reward=self.reward,
             leader=self.leader,
+            first=first,
         )
         is_adapter = peft["kind"] != "none"
         gathered = self._run(

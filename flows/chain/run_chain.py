@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from flows.chain.steps import Step, chain_steps, compose
 from flows.chain.train import resolved
 from flows.cli.composed import Composed
 from flows.cli.plan import check, render
+from flows.cli.vocabulary import in_step
 from flows.orchestration.flow_run import FlowRun, reserve, tracker_of
 from flows.orchestration.prefect_tasks import in_prefect
 from tasks.config.checks.memory import memory_of
@@ -28,11 +29,11 @@ from tasks.core.redaction import without_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.stage import Mechanism
-from tasks.prepare import CHAT_TEMPLATE
 from tasks.process.multinode import Leader, Meeting
 from tasks.register import Registry
 from tasks.serving.vllm.job import VllmChild
 from tasks.train import check_rows
+from tasks.weights.files.folder import CHAT_TEMPLATE
 
 
 def prepare(overrides: list[str]) -> tuple[Composed, list[Step], list[str]]:
@@ -129,8 +130,7 @@ def _deliver(
             rows.append(Chain(step.composed.settings, step_mechanism, scorer).prepare_data())
     with mechanism.step(steps[0].name) as step_mechanism:
         base = Chain(steps[0].composed.settings, step_mechanism, scorer).prepare_base()
-    if base.digest:
-        _check_rows(steps, rows, base, scorer)
+    checked = cache(partial(_check_rows, steps, rows, base, scorer))
     earlier: Delivered | None = None
     reward: Artifact | None = None
     for step, data in zip(steps, rows, strict=True):
@@ -141,7 +141,8 @@ def _deliver(
             run = Chain(
                 settings, step_mechanism, scorer, vllm, leader, earlier=earlier, reward=reward
             )
-            delivered = run.deliver(data, base if step is steps[0] else None)
+            first = checked if step is not steps[-1] else None  # the last checks its own rows
+            delivered = run.deliver(data, base if step is steps[0] else None, first)
         if step.objective == "reward":
             reward = delivered.served
         else:
@@ -152,19 +153,21 @@ def _deliver(
 def _check_rows(
     steps: Sequence[Step], rows: Sequence[Artifact], base: Artifact, scorer: ReferenceScorer
 ) -> None:
-    """Raise DataError for rows that a later step cannot use, before the first one trains."""
+    """Raise DataError for rows that a later step cannot use, before an earlier one trains."""
     template: Path | None = None  # of the model that a step starts from, if not the base's
-    model = steps[0].composed.settings["model"]
+    models = [step.composed.settings["model"] for step in steps if step.objective != "reward"]
     for step, data in zip(steps, rows, strict=True):
         section, own = step.composed.settings, data.path / CHAT_TEMPLATE
         used = own if own.is_file() else template
-        if step is not steps[0] and section["model"]["path"] == model["path"]:  # one tokenizer
+        start = section["model"] if step.begins_with is None else models[0]
+        if step is not steps[0] and start == steps[0].composed.settings["model"]:  # one tokenizer
             limit = section["data"]["max_truncated"]
             try:
                 scorer.perform(check_rows, resolved(section), base.path, data.path, used, limit)
             except DataError as error:
-                message, details, hint = f"{step.name}: {error.message}", error.details, error.hint
-                raise DataError(message, details=details, hint=hint) from error
+                error.stage = f"{step.name}.train"
+                error.hint = in_step(step.name, error.hint)
+                raise
         if step.objective != "reward":
             template = used
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flows.chain.handoff import REINFORCE, ROLLOUT_BASE, TRAIN, StageRunner
@@ -13,6 +14,7 @@ from tasks.core.redaction import redact_url
 from tasks.data.kinds import PROMPTS, names_texts
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import plain
 from tasks.process.multinode import Leader
 from tasks.rl.rewards import sources_digest
@@ -32,10 +34,12 @@ def train_stage(
     inputs: dict[str, Artifact],
     reward: Artifact | None,
     leader: Leader | None,
+    first: Callable[[], None] | None = None,
 ) -> Artifact:
     """Train a base on data (`inputs`), perhaps an adapter further. Returns the `shards` artifact.
 
-    `section` has the settings of the step; `reward` is the reward model of an earlier one.
+    `section` has the settings of the step; `reward` is the reward model of an earlier one. `first`
+    is called before a training, and not before a reused one.
     """
     settings, stage, base = resolved(section), TRAIN, inputs["base"]
     if settings.online:
@@ -72,9 +76,14 @@ def train_stage(
 
         return on_event
 
+    def work(out: Path, **arguments: Any) -> StageReport:
+        if first is not None:
+            first()
+        return train(out, **arguments)
+
     result = mechanism.run(
         stage,
-        train,
+        work,
         inputs=inputs,
         config=config,
         context={

@@ -190,8 +190,9 @@ def config_error(problems: Sequence[Problem]) -> ConfigError:
 
 def in_step(step: str, hint: str) -> str:
     """Return a hint whose overrides reach a single step of a chain; "" is the whole run."""
-    places = (f"steps.{step}.{override}" for override in hint.split(" or "))
-    return " or ".join(places) if step and "=" in hint else hint
+    parts = hint.split(" or ")
+    own = (f"steps.{step}.{part}" if re.match(r"[\w.]+=", part) else part for part in parts)
+    return " or ".join(own) if step else hint
 
 
 def no_setting(word: str, names: Vocabulary, value: str = "") -> Problem:

@@ -211,7 +211,7 @@ class Training(Section):
     gradient_checkpointing: bool = COMPUTED  # recompute activations; true for real models
     gradient_checkpointing_reentrant: bool = False  # torch's older variant of it
     log_every: Count = 1  # steps
-    save_steps: Natural = 50  # steps between checkpoints, the last has one; 0: none
+    save_steps: Natural = 50  # steps between checkpoints; even a short run has one; 0: none
     max_ckpt_num: Natural = 3  # checkpoints that are kept, beside best and last; 0: all
     probes: Count = 32  # conversations that the fingerprint is taken on
 

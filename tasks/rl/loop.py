@@ -31,7 +31,7 @@ from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import TrainerStates
 from tasks.training.job import Batch
-from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped, may_save
+from tasks.training.selection import best_to_load, due, evaluate_if_due, has_ended, may_save
 
 CONTROLLER = "kl_controller"
 CURSOR = "next_prompt"
@@ -87,7 +87,7 @@ class OnlineTrainer:
         self.rollout_engine.sync_weights()
         if progress.before is None:
             progress.before = self.evaluate("before")
-        while progress.step < last and not has_stopped(progress, settings.evaluate):
+        while not has_ended(progress, settings.evaluate, last):
             record = progress.last = self.iterate(progress.step + 1)
             progress.step += 1
             progress.losses.append(record.get("loss", record.get("value_loss", 0.0)))
@@ -97,9 +97,12 @@ class OnlineTrainer:
             if setup.ranks.first and shown:
                 emit("step", **record)
             if evaluate_if_due(progress, settings, last, self.evaluate):
+                ended = has_ended(progress, settings.evaluate, last)
                 with self._states_on_device():
-                    saving.save(setup.engine, setup.job, setup.ranks, progress, setup.others)
-                if self.states.away:
+                    saving.save(
+                        setup.engine, setup.job, setup.ranks, progress, setup.others, last=ended
+                    )
+                if self.states.away and not ended:
                     self.rollout_engine.sync_weights()
         best = best_to_load(progress, settings.evaluate)
         if best is not None:

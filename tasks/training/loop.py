@@ -26,7 +26,7 @@ from tasks.training.job import Optim, TrainJob
 from tasks.training.losses import Loss
 from tasks.training.model.packed_model import model_of
 from tasks.training.passes import Passes, add_up
-from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped
+from tasks.training.selection import best_to_load, due, evaluate_if_due, has_ended
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Dealt, Order, Totals
 
@@ -67,10 +67,11 @@ class Trainer:
             emit("plan", steps=order.steps, epochs=epochs, taken=progress.step)
         if progress.before is None:
             progress.before = self.evaluate("before")
-        while progress.step < order.steps and not has_stopped(progress, settings.evaluate):
+        while not has_ended(progress, settings.evaluate, order.steps):
             self._note(self.step(progress.step + 1, order), last=order.steps)
             if evaluate_if_due(progress, settings, order.steps, self.evaluate):
-                saving.save(self.passes.engine, self.job, ranks, progress)
+                ended = has_ended(progress, settings.evaluate, order.steps)
+                saving.save(self.passes.engine, self.job, ranks, progress, last=ended)
         best = best_to_load(progress, settings.evaluate)
         if best is None:
             return {k: v for k, v in progress.evaluations[-1].items() if k != "step"}

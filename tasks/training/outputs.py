@@ -25,7 +25,9 @@ from tasks.training.engine.partitions import (
 )
 from tasks.training.job import TrainJob
 from tasks.training.tokens.data import holds_texts
-from tasks.weights.files.folder import PROCESSORS, copy_side_file, side_files
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.folder import CONFIG, PROCESSORS, copy_side_file, side_files
+from tasks.weights.model_class import loadable_attention
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 
@@ -108,7 +110,9 @@ def write_results(
         "losses": progress.losses,
         "evaluations": progress.evaluations,
         "quantization": settings.peft.quantization(settings.dtype),
-        "attn_implementation": settings.attn_implementation,
+        "attn_implementation": loadable_attention(
+            read_json(job.base / CONFIG), settings.attn_implementation
+        ),
         "base_digest": job.base_digest,
         "texts": holds_texts(job.data / "heldout.jsonl"),  # raw texts need no chat template
         "print": mark,  # file name of the fingerprint

@@ -53,9 +53,9 @@ def judge(progress: Progress, measures: Mapping[str, float], how: Evaluate, sign
     return True
 
 
-def has_stopped(progress: Progress, how: Evaluate) -> bool:
-    """Return True if early stopping ends the run: too many evaluations without improvement."""
-    return 0 < how.early_stop_patience <= progress.waited
+def has_ended(progress: Progress, how: Evaluate, last: int) -> bool:
+    """Return True after the last step, or too many evaluations without improvement."""
+    return progress.step >= last or 0 < how.early_stop_patience <= progress.waited
 
 
 def due(every: int, step: int) -> bool:
@@ -78,7 +78,7 @@ def evaluate_if_due(
         sign = direction(settings.objective, how.best_metric)
         measures = evaluate("after" if progress.step == last else "during")
         improved = judge(progress, measures, how, sign)
-    if progress.step == last or has_stopped(progress, how):
+    if has_ended(progress, how, last):
         return settings.save_steps > 0
     wanted = improved and (how.keep == "best" or settings.save_steps > 0)
     return wanted or due(settings.save_steps, progress.step)

@@ -38,7 +38,7 @@ NO_SDPA = frozenset(
 """Families that transformers 5.19 refuses to load with sdpa attention."""
 
 
-def attention_of(config: Mapping[str, Any], wanted: str) -> str:
+def loadable_attention(config: Mapping[str, Any], wanted: str) -> str:
     """Return the attention to load a model with: eager if its family has no sdpa."""
     return "eager" if wanted == "sdpa" and config.get("model_type") in NO_SDPA else wanted
 

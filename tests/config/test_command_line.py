@@ -13,7 +13,7 @@ from flows.cli.composed import Composed
 from flows.cli.config import compose_config, vocabulary
 from flows.cli.entry import read, run_main
 from flows.cli.usage import listed_experiments
-from flows.cli.vocabulary import CONF
+from flows.cli.vocabulary import CONF, in_step
 from tasks.core.errors import ConfigError
 
 
@@ -101,6 +101,21 @@ def test_wrong_values_of_one_step_are_answered_for_that_step() -> None:
     assert [detail.partition(" -> ")[2].partition("=")[0] for detail in caught.value.details] == [
         "steps.ppo.train.lr", "steps.ppo.peft.rank",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hint", "own"),
+    [
+        ("+exp=x or --help", "+exp=x or --help"),
+        (
+            "train.lr=1 or peft=lora, or mend a=b",
+            "steps.a.train.lr=1 or steps.a.peft=lora, or mend a=b",
+        ),
+    ],
+)
+def test_hints_reach_a_step_with_settings_alone(hint: str, own: str) -> None:
+    """Prose and words of the whole run with the prefix of a step could not be typed."""
+    assert in_step("a", hint) == own
 
 
 class Job:

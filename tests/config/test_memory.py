@@ -31,6 +31,7 @@ from tasks.core import machine
 from tasks.pipeline.locks import Needs
 from tasks.training.job import Peft, Zero
 from tasks.training.model.families import why_padded
+from tasks.weights.model_class import loadable_attention
 from tests.machines import GIB, H100, QWEN_7B, QWEN_72B, published, with_gpus, with_hub
 from tests.settings import Batch, Launch, Settings
 
@@ -135,7 +136,8 @@ def test_every_experiment_plans_without_a_finding(
         assert rank is not None
         assert rank.total + LIBRARIES <= size
         text = render([link])
-        padded = why_padded(look_at(settings["model"])[0].config, "sdpa")
+        config = look_at(settings["model"])[0].config
+        padded = why_padded(config, loadable_attention(config, "sdpa"))
         padded = padded if settings["train"]["micro_batch_size"] > 1 else ""
         assert text.count("  warning: ") == bool(padded), text
         assert "  error: " not in text, text

@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from flows.chain.dry_run import DryRun
-from flows.chain.run_chain import _deliver
+from flows.chain.run_chain import _check_rows, _deliver
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.plan import check, forecast, render
 from tasks.core.errors import ConfigError, DataError
@@ -81,8 +80,8 @@ class Recording:
 
     patience, logs, store = FOREVER, RUNS / "logs", RUNS / "artifacts"
 
-    def __init__(self, digest: str = "") -> None:
-        self.digest = digest
+    def __init__(self, trains: str = "") -> None:
+        self.trains = trains  # the step whose training is not reused
         self.inputs: dict[str, dict[str, str]] = {}
         self.name = ""
 
@@ -92,10 +91,10 @@ class Recording:
 
     def run(self, stage: Stage, function: Any, *, inputs: Any, **_: Any) -> StageResult:
         name = f"{self.name}.{stage.name}"
+        if name == f"{self.trains}.train":
+            function(Path(name))
         self.inputs[name] = {key: str(artifact.path) for key, artifact in inputs.items()}
-        return StageResult(
-            stage.name, Artifact(stage.kind, Path(name), self.digest), True, 0, (), None, {}
-        )
+        return StageResult(stage.name, Artifact(stage.kind, Path(name), ""), True, 0, (), None, {})
 
 
 def inputs_of(*overrides: str) -> dict[str, dict[str, str]]:
@@ -122,21 +121,48 @@ def test_a_qlora_step_continues_the_adapter_of_the_step_before() -> None:
     assert inputs["ppo.smoke_eval"]["base"] == "sft.convert"
 
 
-def test_rows_of_later_steps_are_tokenised_before_the_first_training() -> None:
-    """With the base's tokenizer; an error names the step."""
-    recording, checked = Recording("digest"), list[Path]()
+class Checking:
+    """A scorer that refuses the rows of online steps, and records the rows that it has checked."""
 
-    def perform(function: Any, settings: Any, base: Path, data: Path, *_: Any) -> None:
-        assert (function, base) == (check_rows, Path("sft.prepare_base"))
-        checked.append(data)
+    measure = None
+
+    def __init__(self) -> None:
+        self.rows: list[str] = []
+
+    def perform(self, function: Any, settings: Any, base: Path, data: Path, *_: Any) -> None:
+        assert (function, base.name) == (check_rows, "sft.prepare_base")
+        self.rows.append(data.name)
         if settings.online:
-            raise DataError("train.jsonl: no")
+            raise DataError("train.jsonl: no", hint="data.max_truncated=0.5 or mend the rows")
 
-    scorer = cast(Any, SimpleNamespace(perform=perform))
-    with pytest.raises(DataError, match="ppo: train.jsonl"):
-        _deliver(list(linked().values()), cast(Mechanism, recording), scorer, VllmChild(), None)
-    assert checked == [Path("reward.prepare_data"), Path("ppo.prepare_data")]
-    assert "sft.train" not in recording.inputs
+
+@pytest.mark.parametrize("trains", ["sft", "reward", ""])
+def test_rows_of_later_steps_are_tokenised_before_the_first_training(trains: str) -> None:
+    """With the base's tokenizer; an error names the step. Reused results start no child."""
+    recording, scorer, steps = Recording(trains), Checking(), list(linked().values())
+    with pytest.raises(DataError) if trains else nullcontext() as caught:
+        _deliver(steps, cast(Any, recording), cast(Any, scorer), VllmChild(), None)
+    assert scorer.rows == (["reward.prepare_data", "ppo.prepare_data"] if trains else [])
+    if trains:
+        assert f"{trains}.gather" not in recording.inputs
+        assert caught.value.stage == "ppo.train"
+        assert caught.value.hint == "steps.ppo.data.max_truncated=0.5 or mend the rows"
+
+
+@pytest.mark.parametrize(("paths", "rows"), [("aba", []), ("aab", ["1", "2"]), ("abb", [])])
+def test_rows_are_checked_with_the_tokenizer_of_the_model_that_a_step_starts_from(
+    paths: str, rows: list[str]
+) -> None:
+    """Of a reward model and two steps, the last one starts from what the second has trained."""
+    composed, scorer = compose([]), Checking()
+    composed.settings["steps"] = {"r": ["train=reward"], "a": [], "b": []}
+    steps = chain_steps(composed, [])
+    for step, path in zip(steps, paths, strict=True):
+        step.composed.settings["model"]["path"] = path
+    artifacts = [Artifact("dataset", Path(str(number)), "") for number in range(3)]
+    base = Artifact("base", Path("sft.prepare_base"), "")
+    _check_rows(steps, artifacts, base, cast(Any, scorer))
+    assert scorer.rows == rows
 
 
 def test_a_step_with_another_adapter_begins_with_the_merged_model() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.training.engine.deepspeed_engine import SingleRank
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
 from tasks.training.tokens.data import load_split
@@ -19,21 +20,6 @@ from tasks.training.tokens.examples import Examples
 from tests.settings import Batch, Settings
 
 Row = dict[str, Any]
-
-
-class SingleRank:
-    """A single rank without a process group, in place of `Ranks`."""
-
-    rank, world_size, first = 0, 1, True
-
-    def all_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def on_first(self, work: Any) -> Any:
-        return work()
-
-    def barrier(self) -> None:
-        pass
 
 
 def user(text: str) -> dict[str, str]:
@@ -66,9 +52,8 @@ def job_for(folder: Path, base: Path, **changes: Any) -> TrainJob:
 def load(
     job: TrainJob, roles: tuple[str, ...], tokenizer: Any = None, *, split: str = "train"
 ) -> Examples:
-    ranks: Any = SingleRank()
     tokenizer = tokenizer or load_tokenizer(job)
-    return load_split(job, split, roles=roles, tokenizer=tokenizer, ranks=ranks)
+    return load_split(job, split, roles=roles, tokenizer=tokenizer, ranks=SingleRank())
 
 
 def texts(examples: Examples, tokenizer: Any) -> list[list[tuple[str, str]]]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import resource
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tasks.core.errors import ConfigError
-from tasks.training.engine import checkpoint
+from tasks.core.errors import ConfigError, TrainingError
+from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Best, Progress, begin, choose, identity
+from tasks.training.engine.deepspeed_engine import SingleRank
 from tasks.training.job import Evaluate, Loss, TrainJob, Zero
-from tasks.training.selection import direction, has_stopped, judge
+from tasks.training.selection import direction, has_ended, judge
 from tests.settings import Batch, Launch, Optim, Settings
 
 WANTED = {"base": "b", "data": "d", "seed": 0}
@@ -40,6 +45,44 @@ def test_the_oldest_go_and_best_and_last_stay(
         make(tmp_path, step)
     checkpoint.prune(tmp_path, keep=keep, most=most)
     assert steps(tmp_path) == left
+
+
+class Writer:
+    """An engine that writes with torch, as DeepSpeed's does."""
+
+    module = torch.nn.Linear(64, 64)
+
+    def __init__(self) -> None:
+        self.checkpoint_engine = SimpleNamespace(save=torch.save)
+
+    def save_checkpoint(self, folder: str, *, tag: str, **_: Any) -> None:
+        (Path(folder) / tag).mkdir()
+        self.checkpoint_engine.save(self.module.state_dict(), Path(folder) / tag / "states.pt")
+        self._copy_recovery_script(folder)
+
+    def _copy_recovery_script(self, folder: str) -> None:
+        (Path(folder) / "zero_to_fp32.py").write_text(" " * 20_000)
+
+
+@pytest.mark.parametrize(("last", "room"), [(False, False), (True, False), (True, True)])
+def test_a_full_disk_at_the_last_step_loses_no_training(
+    tmp_path: Path, last: bool, room: bool
+) -> None:
+    job = TrainJob(Settings(), tmp_path, "b", tmp_path, tmp_path / "out", tmp_path / "checkpoints")
+    make(job.checkpoints, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    refused = nullcontext() if last else pytest.raises(TrainingError, match="step 2 could not")
+    try:
+        if not room:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+        with refused as caught:
+            saving.save(Writer(), job, SingleRank(), Progress(2), last=last)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if not last:
+        assert "train.save_steps=0" in caught.value.hint
+    assert steps(job.checkpoints) == ([1, 2] if room else [1])
+    assert not list(job.checkpoints.glob(".step-*")) or not last
 
 
 def test_an_unfinished_one_does_not_count_and_is_deleted(tmp_path: Path) -> None:
@@ -153,7 +196,7 @@ def test_the_best_is_remembered_and_waiting_ends() -> None:
     verdicts = []
     for step, loss in enumerate([3.0, 2.0, 2.0, float("nan"), 1.0], 1):
         progress.step = step
-        verdicts.append((judge(progress, {"loss": loss}, how, -1), has_stopped(progress, how)))
+        verdicts.append((judge(progress, {"loss": loss}, how, -1), has_ended(progress, how, 9)))
     assert verdicts == [(True, False), (True, False), (False, False), (False, True), (True, False)]
     assert progress.best == Best(5, 1.0)
     assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]

@@ -29,7 +29,7 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, foreign_entries, model_files
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora_config import ALL_LINEAR
-from tasks.weights.model_class import attention_of
+from tasks.weights.model_class import loadable_attention
 from tasks.weights.quantized.config_fields import stored
 from tasks.weights.quantized.nf4 import BLOCKSIZE, LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
 from tasks.weights.quantized.packed import CONV1D
@@ -125,7 +125,7 @@ def problems(context: Context) -> Iterator[Finding]:
         value = f"the base is already quantised ({how})"
         override = "model.path=<the model in bfloat16>"
         yield Finding("model.path", value, "training starts from plain weights", override)
-    attention = attention_of(known.config, model["attn_implementation"])
+    attention = loadable_attention(known.config, model["attn_implementation"])
     yield from packed(attention, train["micro_batch_size"], known)
     yield from _shared_rows(train, attention, known)
     yield from head_exists(context.objective, known)

@@ -14,7 +14,12 @@ from tasks.serving.reference.requests import ModelRef
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.names import PEFT_PREFIX, unwrap, without_wrappers
 from tasks.weights.files.reader import read_header, weight_files
-from tasks.weights.model_class import attention_of, kept_from_four_bits, language_class, read_config
+from tasks.weights.model_class import (
+    kept_from_four_bits,
+    language_class,
+    loadable_attention,
+    read_config,
+)
 from tasks.weights.pickled.torch_file import read_torch_file
 from tasks.weights.quantized.config_fields import fp8_blocks, is_fp8
 from tasks.weights.quantized.nf4 import keep_as_loaded
@@ -84,7 +89,9 @@ def from_folder(
         model, info = auto_class.from_pretrained(
             where,
             dtype=getattr(torch, dtype),
-            attn_implementation=attention_of(read_json(path / "config.json"), attn_implementation),
+            attn_implementation=loadable_attention(
+                read_json(path / "config.json"), attn_implementation
+            ),
             device_map=device_map,
             local_files_only=True,
             trust_remote_code=False,

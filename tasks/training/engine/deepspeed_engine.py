@@ -128,6 +128,21 @@ class Ranks:
         dist.destroy_process_group()
 
 
+class SingleRank(Ranks):
+    """A single rank without a process group."""
+
+    def __init__(self) -> None:
+        """Set what shared work asks for; there is no device."""
+        self.rank, self.world_size, self.first = 0, 1, True
+
+    def all_objects(self, value: T) -> list[T]:
+        """Return the only value."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
+
+
 def require_same_versions(ranks: Ranks) -> None:
     """Compare versions of libraries and this project's code over all ranks.
 

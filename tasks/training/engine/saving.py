@@ -7,10 +7,11 @@ tensors (fp32 weights, both moments), in a process of its own so that no rank wa
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -20,10 +21,11 @@ from tasks.core.errors import TrainingError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import ENGINE, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.engine.failure import another_rank_failed
+from tasks.training.engine.failure import ran_out_of_memory
 from tasks.training.engine.partitions import not_finite, own_partitions
 from tasks.training.job import TrainJob
 
+LOG = logging.getLogger(__name__)
 Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 """Engines beside the policy's, by the name of their folder in a checkpoint, each within a context
 in which the parameters that it trains require gradients."""
@@ -31,12 +33,18 @@ _NONE: Others = MappingProxyType({})
 
 
 def save(
-    engine: Any, job: TrainJob, ranks: Ranks, progress: Progress, others: Others = _NONE
+    engine: Any,
+    job: TrainJob,
+    ranks: Ranks,
+    progress: Progress,
+    others: Others = _NONE,
+    *,
+    last: bool = False,
 ) -> None:
     """Write a checkpoint of the current step, and delete old ones. All ranks take part.
 
-    TrainingError if a weight is not finite (raised on every rank), or a file could not be written
-    (raised on that rank; torchrun ends the others). Older checkpoints stay.
+    TrainingError on every rank if a weight is not finite, or a file could not be written; after the
+    `last` step the latter is a warning, since the result needs less room. Older checkpoints stay.
     """
     own = own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size)
     broken = sorted({name for names in ranks.all_objects(not_finite(own)) for name in names})
@@ -48,35 +56,74 @@ def save(
             hint=f"train.lr={job.settings.optim.lr / 10:g}",
         )
     work = checkpoint.work_folder(job.checkpoints, progress.step)
-    try:
+    errors: list[Exception] = []
+
+    def refused() -> list[str]:
+        """Return what the disks of all ranks refused so far, the same on every rank."""
+        mine = [f"rank {ranks.rank}: {error}" for error in errors]
+        return [line for lines in ranks.all_objects(mine) for line in lines]
+
+    with _collected(errors):
         if ranks.first:
             checkpoint.sweep(job.checkpoints)
             work.mkdir()
-        ranks.barrier()
+    if not refused():
         for name, context in _all(engine, others):
-            with context as each:
+            with context as each, _writing(each, errors):
                 each.save_checkpoint(
                     str(work), tag=name, save_latest=False,
                     exclude_frozen_parameters=job.settings.peft.kind != "none",
                 )  # fmt: skip
-        flush_tree(work)  # on each rank: one node cannot flush the pages of another
-        ranks.barrier()
-        if ranks.first:
-            about: dict[str, Any] = {"world_size": ranks.world_size, "progress": progress}
+        with _collected(errors):
+            flush_tree(work)  # on each rank: one node cannot flush the pages of another
+    if not refused() and ranks.first:
+        about: dict[str, Any] = {"world_size": ranks.world_size, "progress": progress}
+        with _collected(errors):
             checkpoint.publish(work, identity=dict(job.identity), **about)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
-        if another_rank_failed(error):
-            raise
+    if lines := refused():
         free = shutil.disk_usage(job.checkpoints).free / 1e9
-        raise TrainingError(
-            f"rank {ranks.rank} could not write the checkpoint {job.checkpoints}: {error}",
-            details=[checkpoint.last_good_of(job), f"free: {free:.2f} GB"],
-            hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
-        ) from error
+        problem = TrainingError(
+            f"the checkpoint of step {progress.step} could not be written to {job.checkpoints}: "
+            f"{lines[0]}",
+            details=[*lines[1:20], checkpoint.last_good_of(job), f"free: {free:.2f} GB"],
+            hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>; "
+            "train.save_steps=0 writes none",
+        )
+        if not last:
+            raise problem
+        if ranks.first:
+            LOG.warning("train: %s; going on to write the result", problem.message)
+            with suppress(OSError):
+                checkpoint.sweep(job.checkpoints)  # the result gets its room
+        ranks.barrier()
+        return
     if ranks.first:
         keep = {progress.best.step} if progress.best else set()
         checkpoint.prune(job.checkpoints, keep=keep, most=job.settings.max_ckpt_num)
     ranks.barrier()
+
+
+@contextmanager
+def _collected(errors: list[Exception]) -> Iterator[None]:
+    """Collect what a disk refuses: a rank that left the others would keep them waiting."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError
+        if ran_out_of_memory(error):
+            raise
+        errors.append(error)
+
+
+@contextmanager
+def _writing(engine: Any, errors: list[Exception]) -> Iterator[None]:
+    """Collect what the disk refuses to the two functions of DeepSpeed that write."""
+    writer, collected = engine.checkpoint_engine, _collected(errors)
+    save, copy = writer.save, engine._copy_recovery_script
+    writer.save, engine._copy_recovery_script = collected(save), collected(copy)
+    try:
+        yield
+    finally:
+        writer.save, engine._copy_recovery_script = save, copy
 
 
 def restore(engine: Any, job: TrainJob, others: Others = _NONE) -> Progress:

@@ -27,12 +27,10 @@ from tasks.training.job import TrainJob
 from tasks.training.model.adapter import add_adapter, continue_adapter
 from tasks.training.model.packed_model import accept_packed_rows
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.folder import CONFIG
-from tasks.weights.model_class import attention_of, language_class, other_towers
+from tasks.weights.files.folder import CHAT_TEMPLATE, CONFIG
+from tasks.weights.model_class import language_class, loadable_attention, other_towers
 from tasks.weights.quantized.nf4 import keep_as_loaded
 
-CHAT_TEMPLATE = "chat_template.jinja"
-"""File name of a dataset's own chat template (`data.chat_template`)."""
 SCORE_WEIGHT = "score.weight"
 """Name of the head in every decoder's `*ForSequenceClassification` of transformers."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -100,7 +98,7 @@ def _load_base(
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     settings = job.settings
-    attention = attention_of(read_json(job.base / CONFIG), settings.attn_implementation)
+    attention = loadable_attention(read_json(job.base / CONFIG), settings.attn_implementation)
     loading: dict[str, Any] = {
         "dtype": DTYPES[settings.dtype],
         "attn_implementation": attention,

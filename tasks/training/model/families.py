@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.drift.fingerprint import EXPERTS
-from tasks.weights.model_class import attention_of
 
 ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
 """Layer types that packing supports (`layer_types` of config.json)."""
@@ -49,7 +48,7 @@ def why_padded(config: Mapping[str, Any], attn_implementation: str) -> str:
         return f"{family} chooses tokens by an index of the row"
     if family in ALIBI or text.get("alibi"):
         return f"{family} biases attention by distances along the row (ALiBi)"
-    if attention_of(config, attn_implementation) == "eager":
+    if attn_implementation == "eager":
         return f"{family} is computed with eager attention"
     return ""
 

@@ -19,6 +19,7 @@ from tasks.weights.files.reader import OTHER_WEIGHTS, index_of, read_header, sur
 from tasks.weights.files.tensors import Tensors
 
 CONFIG, SINGLE = "config.json", "model.safetensors"
+CHAT_TEMPLATE = "chat_template.jinja"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 """Files of which a tokenizer needs one."""
 TOKENIZER = (
@@ -26,7 +27,7 @@ TOKENIZER = (
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v[0-9]*",
     "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
     "ice_text.model", "bpe.model", "tiktoken.model", "*.tiktoken", "tekken.json",
-    "chat_template.jinja", "chat_template.json",
+    CHAT_TEMPLATE, "chat_template.json",
 )  # fmt: skip
 """Names of a tokenizer's files, as patterns."""
 PROCESSORS = (

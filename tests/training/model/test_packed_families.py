@@ -5,6 +5,7 @@ Of vision-language models, which are trained on text, nothing changes the towers
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +18,20 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tasks.core.errors import ConfigError, TrainingError
+from tasks.drift.fingerprint import ScorePrint
 from tasks.serving.reference.load import from_folder
-from tasks.training.job import Peft
+from tasks.training.engine.checkpoint import Progress
+from tasks.training.job import Peft, TrainJob
 from tasks.training.losses import objective
 from tasks.training.model.adapter import add_adapter
 from tasks.training.model.families import router_coefficient, why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
+from tasks.training.outputs import write_results
 from tasks.training.passes import Passes
 from tasks.training.tokens.order import Dealt, Totals
 from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.model_class import NO_SDPA, auto_class, language_class, other_towers
+from tests.settings import Settings
 from tests.training.datasets import alone, make_examples
 from tests.vision import FAMILIES as VISION
 from tests.vision import make_config
@@ -207,6 +212,16 @@ def test_padded_sequences_have_the_losses_and_gradients_of_unpadded_ones(family:
     assert why_padded(config.to_dict(), "sdpa")
     torch.manual_seed(0)
     require_rows_as_alone(AutoModelForCausalLM.from_config(config, dtype=torch.float32).train())
+
+
+@pytest.mark.parametrize(("family", "used"), [("gpt_oss", "eager"), ("llama", "sdpa")])
+def test_the_attention_that_trained_is_recorded(tmp_path: Path, family: str, used: str) -> None:
+    """With another one, `deliver` would measure its rounding as drift."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    (tmp_path / "heldout.jsonl").touch()
+    job = TrainJob(Settings(), tmp_path, "", tmp_path, tmp_path, tmp_path)
+    write_results(job, metrics={}, progress=Progress(), measured=ScorePrint((), (), ""))
+    assert json.loads((tmp_path / "train.json").read_text())["attn_implementation"] == used
 
 
 def test_families_without_sdpa_are_those_of_transformers() -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tasks.rl.prompts import load_prompts
 from tasks.serving.prompts import render
+from tasks.training.engine.deepspeed_engine import SingleRank
 from tasks.training.tokens.chat import Turns, Unfit, encode_conversations
 from tasks.training.tokens.examples import Tokens
-from tests.training.datasets import SingleRank
 
 Turn = tuple[str, str]
 

@@ -96,7 +96,7 @@ GRPO = {"objective": "grpo", "online": {"rollout": {"max_prompt_len": 200}}}
 @pytest.mark.parametrize(
     ("how", "messages", "template", "named"),
     [
-        ({}, [user(LONG), answer("no")], None, r"s2400: prompt of"),
+        ({}, [user(LONG), answer("no")], None, r"s2400: prompt of .* up to 2000 rows"),
         (GRPO, [user(LONG)], None, r"s2400: \d+ tokens, more than rollout.max_prompt_len=200"),
         (GRPO, [user(LONG)], "{{ raise_exception('no') }}", "s0: .* rejects it"),
         ({"on_overlong": "refuse"}, [user(LONG), answer("no")], None, None),

@@ -248,9 +248,8 @@ FINE: dict[str, tuple[Make, set[str]]] = {
     "hidden files": (model(after=_hidden), set()),
     "a Modelfile with Windows line ends": (model(after=_modelfile), {"EXPORT_DIFFERS"}),
     "a layer that fp8 leaves out": (
-        model(_packed("up_proj", np.int8, ".weight_scale"), quantization_config={
-            "quant_method": "fp8", "ignored_layers": [
-                "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"]}),
+        model(_packed("layers.1.mlp.up_proj", np.int8, ".weight_scale"), quantization_config={
+            "quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.up_proj"]}),
         {"QUANT_LAYOUT"}
     ),
     "states of trainers": (model(after=_states_of_trainers), {"STRAY_WEIGHT_FILE"}),

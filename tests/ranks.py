@@ -3,17 +3,21 @@
     python -m tests.ranks COUNT MODULE ARGUMENT ...
 
 torchrun starts every rank from nothing, and its imports take longer than the training of a test.
+Unlike there, all ranks have one order of sets, which the few tests that start torchrun vary.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import runpy
 import signal
 import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
+
+import numpy as np
 
 from tasks.process.block_unused_imports import start_lean
 from tasks.process.exit_process import end_process
@@ -22,6 +26,8 @@ from tasks.process.exit_process import end_process
 def rank(number: int, module: str, arguments: list[str]) -> None:
     """Become a rank; does not return."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
+    random.seed(number)  # processes that start alone differ, and so must these
+    np.random.seed(number)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     end_process()
@@ -29,15 +35,15 @@ def rank(number: int, module: str, arguments: list[str]) -> None:
 
 def main(count: int, module: str, arguments: list[str]) -> int:
     """Return the exit status of the first rank that fails; the others are ended then."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= place | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     start_lean()
     for name in ("deepspeed", "peft", "transformers.models.qwen2.modeling_qwen2"):
         import_module(name)
+    with socket.socket() as probe:  # last, so that nobody else takes the port meanwhile
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = set()
     for number in range(count):
         if (pid := os.fork()) == 0:

@@ -27,7 +27,7 @@ def test_jsonl_reports_each_bad_line_with_its_number(tmp_path: Path) -> None:
     problems = {int(row.place.removeprefix("x.jsonl:")): row.problem for row in rows}
     assert [row.values for row in rows if not row.problem] == [{"a": 1}, {"b": 2}]
     for number, named in (
-        (3, ""), (4, "0xff"), (5, "a list"), (7, "duplicate key a"),
+        (3, "JSON"), (4, "0xff"), (5, "a list"), (7, "duplicate key a"),
     ):  # fmt: skip
         assert named in problems[number]
     deep = b"[" * 200_000

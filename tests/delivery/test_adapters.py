@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,10 @@ def test_a_delivery_without_an_engine_does_nothing_twice(
         if event == "call" and frame.f_code in codes:
             calls[str(frame.f_locals.get(codes[frame.f_code], "ids"))] += 1
 
+    def profile(function: Callable[..., None] | None) -> None:
+        threading.setprofile(function)  # of threads that start from now on
+        sys.setprofile(function)
+
     folder = Path(shutil.copytree(base, tmp_path / "tiny-qwen"))
     source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
     edit_json(folder / "tokenizer_config.json", model_max_length=4321)  # unknown to this process
@@ -117,10 +122,10 @@ def test_a_delivery_without_an_engine_does_nothing_twice(
     composed = compose_config([*words, f"out={tmp_path / 'out'}"], config_name="deliver")
     try:
         with devices(tmp_path / "runs", device_names(composed, Needs.DEVICE), Patience(0)):
-            sys.setprofile(count)
+            profile(count)
             here(*words[:2], "merge.base=original", "paths.wait_s=0")
     finally:
-        sys.setprofile(None)
+        profile(None)
     assert calls.pop("ids") == 1
     assert calls[str(source / "adapter_model.safetensors")] == 1
     assert set(calls.values()) == {1}, calls

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,14 @@ def test_a_signal_while_ranks_train_ends_everything(
             break
     assert len(living(chain.runs)) >= 3, "".join(lines)  # torchrun and its ranks
     os.killpg(child.pid, number)
-    child.communicate()
-    assert child.returncode == status
+    with suppress(subprocess.TimeoutExpired):
+        child.communicate(timeout=300)
+    assert child.returncode == status, living(chain.runs)
     assert not [line for line in living(chain.runs) if "tasks.training" in line]
-    while living(chain.runs):  # supervisors end after their children
+    end = time.monotonic() + 300
+    while living(chain.runs) and time.monotonic() < end:  # supervisors end after their children
         time.sleep(0.2)
+    assert living(chain.runs) == []
     with sqlite3.connect(chain.runs / "prefect" / "prefect.db") as db:
         unfinished = "select name from {} where state_type in ('RUNNING', 'PENDING')"
         for table in ("flow_run", "task_run"):

@@ -83,22 +83,26 @@ def test_an_adapter_of_another_trainer_is_delivered(work: Work) -> None:
 
 @pytest.fixture(scope="module")
 def server(work: Work) -> Iterator[Running]:
-    """Serve what was delivered, by our command, and beside it an adapter that undoes the merge."""
+    """Serve what was delivered, by our command, with adapters: trained on it; undoing the merge."""
+    again = train(work.served, work.root / "again", "lora").out / "checkpoint-2"
     undone = mixed(work.adapter, work.root / "undone", -1.0)
     port = free_port()
     words = command(
         "serve", str(work.served), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager",
         "--dtype", "float32", "--served-model-name", "served", "--enable-lora",
-        "--max-lora-rank", "8", "--max-loras", "3", "--lora-modules", f"undone={undone}",
+        "--max-lora-rank", "8", "--max-loras", "4", "--lora-modules",
+        f"again={again}", f"undone={undone}",
     )  # fmt: skip
     with started(words, port, work.root / "server.log") as running:
         yield running
 
 
-def test_the_delivered_model_is_served_and_verified(
-    work: Work, server: Running, tmp_path: Path
+@pytest.mark.parametrize(("name", "folder"), [("served", "served"), ("again", "again/checkpoint-2")])
+def test_what_was_trained_is_served_and_verified(
+    work: Work, server: Running, name: str, folder: str, tmp_path: Path
 ) -> None:
-    status, text = verify(tmp_path, server.url, work.served, "served")
+    """The delivered model; an adapter, by a server of its base."""
+    status, text = verify(tmp_path, server.url, work.root / folder, name)
     assert status == 0, text
 
 

@@ -300,7 +300,7 @@ class Trained:
 
 
 def rows_of(kind: str, count: int, *, seed: int) -> list[Row]:
-    """Make rows of very different lengths; the chosen answers of pairs are in capitals."""
+    """Make rows of very different lengths; good answers are in capitals."""
     draw = random.Random(seed)
 
     def word() -> str:
@@ -317,5 +317,6 @@ def rows_of(kind: str, count: int, *, seed: int) -> list[Row]:
             row = {"id": name, "text": right * draw.choice((1, 1, 3))}
         elif kind == "labelled":
             row["desirable"] = number % 2 == 0
+            row["messages"][1] = answer(right.upper() if row["desirable"] else right)
         rows.append(row)
     return rows

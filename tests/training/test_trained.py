@@ -104,9 +104,9 @@ def test_the_files_are_the_model_that_was_trained(trained: Trained, name: str) -
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_other_objectives_train(trained: Trained, name: str) -> None:
     job = trained[name]
-    first, second = losses(job)
-    assert math.isfinite(first + second)
-    assert first != second
+    metrics = results(job)["metrics"]
+    assert metrics["heldout_loss_after"] < metrics["heldout_loss_before"]
+    assert complete(job.checkpoints) == []
     assert all(t.any() for n, t in weights(job).items() if "lora_B" in n)
 
 

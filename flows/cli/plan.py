@@ -68,7 +68,7 @@ def _of_step(step: Step, *, last: bool) -> str:
             *_memory(step),
             _batch(settings),
             "preflight:",
-            *(lines or ["  nothing to report"]),
+            *(lines or ["  nothing to report; tokens of rows are counted before the first training"]),
         ]
     )
 

@@ -48,7 +48,7 @@ def _rows(arguments: Mapping[str, Any], objective: str) -> Iterator[Finding]:
                 prepare_data(Path(out), log=_SILENT, **arguments)
         except DataError as error:
             more = (detail for detail in error.details if detail not in error.message)
-            allowed = next(more, "rows are used whole")
+            allowed = next(more, "rows that the objective can read")
             yield Finding("data", error.message, allowed, error.hint or "data.path=<file>")
             return
         if objective == "kto":

@@ -42,6 +42,9 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
         print(plain(f"warning: {warning}"), file=sys.stderr)
 
 
+_NOTHING = "  nothing to report; tokens of rows are counted before the first training"
+
+
 def render(steps: Sequence[Step]) -> str:
     """Return the plan as text: stages, defaults, memory, samples of a step, findings."""
     parts = []
@@ -68,7 +71,7 @@ def _of_step(step: Step, *, last: bool) -> str:
             *_memory(step),
             _batch(settings),
             "preflight:",
-            *(lines or ["  nothing to report; tokens of rows are counted before the first training"]),
+            *(lines or [_NOTHING]),
         ]
     )
 

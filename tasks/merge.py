@@ -16,7 +16,8 @@ from tasks.delivery.base import ORIGINAL, BaseChoice
 from tasks.delivery.plan import Work
 from tasks.delivery.tokens import write_weights_files
 from tasks.drift.fingerprint import PROFILES
-from tasks.evaluation.measuring import Measuring, rounding_warning, stage_report
+from tasks.drift.verdict import rounding_warning
+from tasks.evaluation.measuring import Measuring, stage_report
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.reader import read_checkpoint

@@ -55,8 +55,8 @@ def scan(source: Source) -> Mapping[str, Seen]:
 
 def _looks_empty(tensor: Tensor) -> bool:
     """Return True if all elements of the first row of a matrix, or a stack of them, are equal."""
-    row_bytes = (tensor.shape or (0,))[-1] * ITEM_BITS[tensor.dtype] // 8
     size = ITEM_BITS[tensor.dtype] // 8
+    row_bytes = (tensor.shape or (0,))[-1] * size
     if len(tensor.shape) not in (2, 3) or not tensor.numel or not size < row_bytes <= _BLOCK:
         return False
     with Reader(tensor.extents) as reader:

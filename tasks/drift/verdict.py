@@ -30,6 +30,8 @@ DECIDED = 0.5
 """Largest half of an interval's width that tells a trained model from its base."""
 ROUNDED = 0.75
 """Largest distance from 1 that the rounding of a light adapter explains; the base has 1."""
+LOUD = 0.25
+"""KL of a merged from the trained model, in units of the base's, from which a warning says so."""
 FORMAT_FACTOR = 3.0
 """Allowed drift of a correct engine, in units of the noise of the format that it computes in."""
 
@@ -172,6 +174,22 @@ def share_checks(
             ok=ok,
             hint="the base answers, the adapter at another scale, or rounding took it away",
         ),
+    )
+
+
+def rounding_warning(reference: Path, merged: Moved | None) -> str:
+    """Return a warning if rounding moved the answers much of the way that training did, or ""."""
+    base = reference / BASE
+    if not isinstance(merged, Drift) or not base.is_file():
+        return ""
+    trained = Fingerprint.load(reference / FINGERPRINT)
+    learned = drift(trained, Fingerprint.load(base)).mean_kl
+    share = merged.mean_kl / learned if learned else 0.0
+    if share < LOUD:
+        return ""
+    return (
+        f"KL of the merged from the trained model is {share:.0%} of the base's: the adapter is "
+        "lighter than the noise of rounding; convert.dtype=float16 has finer steps, float32 none"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check
-from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift
+from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.drift.verdict import (
     KERNEL,
     NAMES,
@@ -30,9 +30,6 @@ from tasks.pipeline.report import StageReport
 from tasks.weights.plan import Plan
 from tasks.weights.written import Executed
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT
-
-LOUD = 0.25
-"""KL of a merged from the trained model, in units of the base's, from which a warning says so."""
 
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
 """(model that is right, model that has drifted, probes, engine of the latter) -> one line: where
@@ -104,22 +101,6 @@ class Measuring:
         drift = moved(reference, new, dtype)
         check = verdict(drift, limit, cause=self.cause)
         return drift, (check, *share_checks(path, new, self.limit, rounded=True))
-
-
-def rounding_warning(reference: Path, merged: Moved | None) -> str:
-    """Return a warning if rounding moved the answers much of the way that training did, or ""."""
-    base = reference / BASE
-    if not isinstance(merged, Drift) or not base.is_file():
-        return ""
-    trained = Fingerprint.load(reference / FINGERPRINT)
-    learned = drift(trained, Fingerprint.load(base)).mean_kl
-    share = merged.mean_kl / learned if learned else 0.0
-    if share < LOUD:
-        return ""
-    return (
-        f"KL of the merged from the trained model is {share:.0%} of the base's: the adapter is "
-        "lighter than the noise of rounding; convert.dtype=float16 has finer steps, float32 none"
-    )
 
 
 def against_engine(

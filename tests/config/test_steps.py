@@ -153,7 +153,7 @@ def test_rows_of_later_steps_are_tokenised_before_the_first_training(trains: str
 def test_rows_are_checked_with_the_tokenizer_of_the_model_that_a_step_starts_from(
     paths: str, rows: list[str]
 ) -> None:
-    """Of a reward model and two steps, the last one starts from what the second has trained."""
+    """After a reward model and two steps, the last step starts from what the second has trained."""
     composed, scorer = compose([]), Checking()
     composed.settings["steps"] = {"r": ["train=reward"], "a": [], "b": []}
     steps = chain_steps(composed, [])

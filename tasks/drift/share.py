@@ -9,6 +9,7 @@ base and trained model is far below the KL of that noise.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ TOLERANCE = 0.1
 WIDEST = 0.25
 """Half of an interval's width above which nothing can be said: 0.5 could be 1."""
 FEWEST_PROBES = 4
+LEAN = 0.25
+"""Bias of a share by the noise of a format, in units of the ratio of noise and adapter."""
 STEADY = 4.0
 """Effect of an adapter of a mixture of experts at a position, in medians, above which it chose
 other experts there: near a tie of the router, rounding alone chooses the base's again."""
@@ -60,6 +63,22 @@ class Share:
     def text(self) -> str:
         """The estimate for a person."""
         return f"{self.value:z.2f} ({self.low:z.2f} to {self.high:z.2f})"
+
+
+def tolerance(share: Share, trained: Fingerprint, dtype: str) -> float:
+    """Return how far from 1 the share of a right model may be that is computed in a dtype.
+
+    The noise of a format leans towards the adapter's direction: measured on a real model, by up
+    to a quarter of their ratio (as standard deviations).
+    """
+    least = WIDEST if trained.routed else TOLERANCE  # routers tie
+    return max(least, LEAN * math.sqrt(noise_of(trained, dtype) / share.signal))
+
+
+def noise_of(trained: Fingerprint, dtype: str) -> float:
+    """Return the noise of a format for a model (nats); 0 if it was not measured."""
+    noise = trained.formats.get(dtype)
+    return noise.typical_kl(routed=trained.routed) if noise else 0.0
 
 
 def adapter_share(

@@ -22,7 +22,7 @@ from tasks.drift.fingerprint import (
     drift,
     score_drift,
 )
-from tasks.drift.share import WIDEST, adapter_share
+from tasks.drift.share import adapter_share, tolerance
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, SCORES
 
 NAMES = (FINGERPRINT, SCORES)
@@ -142,13 +142,14 @@ def verdict(
 
 
 def share_checks(
-    reference: Path, new: Print, limit: DriftLimit, *, rounded: bool = False
+    reference: Path, new: Print, limit: DriftLimit, dtype: str, *, rounded: bool = False
 ) -> tuple[Check, ...]:
     """Check the share of the adapter that answers: where it is light, no KL tells it from its base.
 
-    Without the base's fingerprint beside the reference there is nothing to check. `rounded` is True
-    for weights of a merge: what rounding adds to a light adapter is the same in all probes, so the
-    interval, which is by their spread, does not have it.
+    Without the base's fingerprint beside the reference there is nothing to check. `dtype` is the
+    format (torch name) that `new` is computed in. `rounded` is True for weights of a merge: what
+    rounding adds to a light adapter is the same in all probes, so the interval, which is by their
+    spread, does not have it.
     """
     path = reference.with_name(BASE)
     if not path.is_file() or not isinstance(new, Fingerprint):
@@ -156,10 +157,12 @@ def share_checks(
     measured = ~np.isnan(new.logprobs).all(1)
     trained, base = Fingerprint.load(reference), Fingerprint.load(path)
     share = adapter_share(trained, base, new.logprobs, measured)
-    allowed = max(limit.share, WIDEST) if trained.routed else limit.share  # routers tie
-    if share is not None and rounded:
-        # Measured with SmolLM2, an adapter below the rounding noise, bf16: 0.05 to 0.4 of it.
-        allowed = max(allowed, min(share.remainder**0.5, ROUNDED))
+    allowed = limit.share
+    if share is not None:
+        allowed = max(allowed, min(tolerance(share, trained, dtype), DECIDED))
+        if rounded:
+            # Measured with SmolLM2, an adapter below the rounding noise, bf16: 0.05 to 0.4 of it.
+            allowed = max(allowed, min(share.remainder**0.5, ROUNDED))
     if share is None:
         text, ok = "not measured: too few probes, or no effect on them", True
     elif share.half_width > DECIDED:

@@ -100,7 +100,8 @@ class Measuring:
             limit = limit_in(limit, reference, new.arithmetic)
         drift = moved(reference, new, dtype)
         check = verdict(drift, limit, cause=self.cause)
-        return drift, (check, *share_checks(path, new, self.limit, rounded=True))
+        computed = new.arithmetic if isinstance(new, Fingerprint) else dtype
+        return drift, (check, *share_checks(path, new, self.limit, computed, rounded=True))
 
 
 def against_engine(

@@ -71,7 +71,7 @@ def measure(question: Question, setup: Setup) -> Measured:
     )
     own = model.path / FINGERPRINT  # the weights as they are, which the merge has judged
     whole = own if own.is_file() else question.reference
-    verdicts = [drifted, *share_checks(whole, served.fingerprint, limit)]
+    verdicts = [drifted, *share_checks(whole, served.fingerprint, limit, model.dtype)]
     prompts = question.served.prompts[: len(reference.probes)]
     agreement = Agreement(len(prompts), 0, ())  # of transformers with itself
     if is_engine:

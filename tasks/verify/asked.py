@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cached_property
 
 from tasks.drift.fingerprint import PROFILES, DriftLimit
-from tasks.drift.share import TOLERANCE, WIDEST, Share, adapter_share
+from tasks.drift.share import Share, adapter_share, noise_of, tolerance
 from tasks.drift.verdict import limit_in
 from tasks.verify.compare import Aligned, Distance, align, distance, format_of
 from tasks.verify.reference import Reference
@@ -17,8 +16,6 @@ COARSEST = 5.0
 """Least effect of an adapter, in units of a 16-bit trainer's noise: its dose is 0.1 off."""
 BLURRED = 1.0
 """Bias of the dose at which the base could be the trained model."""
-LEAN = 0.25
-"""Bias of the dose by the noise of a format, in units of the ratio of noise and adapter."""
 
 
 class Asked:
@@ -87,12 +84,6 @@ class Asked:
         seen = (format_of(self.reference.trained, each) for each in list(self._aligned.values()))
         return next((dtype for dtype in seen if dtype), "bfloat16")
 
-    def _noise_of(self, dtype: str) -> float:
-        """Return the noise of a format for this model (nats); 0 if it was not measured."""
-        trained = self.reference.trained
-        noise = trained.formats.get(dtype)
-        return noise.typical_kl(routed=trained.routed) if noise else 0.0
-
     @cached_property
     def limit(self) -> DriftLimit:
         """The profile's limits, widened by the measured noise of the server's format."""
@@ -105,8 +96,9 @@ class Asked:
         A 16-bit trainer's own noise is in both of its prints. It would pull the dose towards one
         half, by the share that it has in their difference.
         """
-        dtype = self.reference.trained.arithmetic
-        return 0.0 if dtype == "float32" else COARSEST * self._noise_of(dtype)
+        trained = self.reference.trained
+        dtype = trained.arithmetic
+        return 0.0 if dtype == "float32" else COARSEST * noise_of(trained, dtype)
 
     def distance(self, model: str) -> Distance:
         """Return the distance of a name from the trained model."""
@@ -140,7 +132,7 @@ class Asked:
         measured = adapter_share(trained, base, served.logprobs, served.measured)
         if measured is None:
             return None
-        usual = self._noise_of(self.format) / measured.signal  # of a correct server
+        usual = noise_of(trained, self.format) / measured.signal  # of a correct server
         return replace(measured, remainder=max(0.0, measured.remainder - usual))
 
     def clear_dose(self, model: str) -> Share | None:
@@ -149,13 +141,8 @@ class Asked:
         return measured if measured is not None and measured.signal > self.noise else None
 
     def tolerance(self, measured: Share) -> float:
-        """Return how far from 1 the dose of a correct server may be.
-
-        The noise of a format leans towards the adapter's direction: measured on a real model, by up
-        to a quarter of their ratio (as standard deviations).
-        """
-        least = WIDEST if self.reference.trained.routed else TOLERANCE
-        return max(least, LEAN * math.sqrt(self._noise_of(self.format) / measured.signal))
+        """Return how far from 1 the dose of a correct server may be."""
+        return tolerance(measured, self.reference.trained, self.format)
 
     def is_whole(self, measured: Share | None) -> bool:
         """Return True if a dose is that of a correct server, or the adapter changes nothing."""

@@ -118,13 +118,36 @@ def test_what_rounding_adds_to_a_light_adapter_is_no_other_scale_of_it(tmp_path:
 
     def passes(name: str, *, rounded: bool) -> bool:
         path, limit = tmp_path / FINGERPRINT, PROFILES["standard"]
-        (check,) = share_checks(path, prints[name], limit, rounded=rounded)
+        (check,) = share_checks(path, prints[name], limit, "float32", rounded=rounded)
         return check.ok
 
     assert passes("trained", rounded=False)
     assert not passes("rounded", rounded=False)
     right = [name for name in prints if passes(name, rounded=True)]
     assert right == ["trained", "rounded"]
+
+
+def test_the_noise_of_an_engine_is_no_other_scale_of_an_adapter_below_it(tmp_path: Path) -> None:
+    """In vLLM 0.75 (0.55 to 0.95) of an adapter answered whose effect is a quarter of the noise."""
+    probes = tuple((n, 1, 2, 3) for n in range(2, 34))
+    logits = np.random.default_rng(0).normal(size=(3 * len(probes), 8)).astype(np.float32)
+    update = np.full(8, 0.02, np.float32) * [1, 1, 1, 1, -1, -1, -1, -1]
+    signal = 0.02**2 / 2  # nats
+    noise = FormatNoise(4 * signal, 0.0, 0.0, 1.0)
+    prints = {
+        share: of_logits((logits + share * update).astype(np.float32), torch.float32, probes)
+        for share in (0.0, 0.4, 0.75, 1.0, 2.0)
+    }
+    prints[0.0].save(tmp_path / BASE)
+    replace(prints[1.0], formats={"bfloat16": noise}).save(tmp_path / FINGERPRINT)
+
+    def right(dtype: str) -> list[float]:
+        path, limit = tmp_path / FINGERPRINT, PROFILES["standard"]
+        checks = {s: share_checks(path, new, limit, dtype)[0] for s, new in prints.items()}
+        return [share for share, check in checks.items() if check.ok]
+
+    assert right("bfloat16") == [0.75, 1.0]
+    assert right("float32") == [1.0]
 
 
 def test_repeat_noise_widens_the_limit_of_scores_and_never_narrows_it() -> None:

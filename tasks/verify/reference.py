@@ -25,7 +25,7 @@ from tasks.weights.files.documents import read_json, read_manifest
 from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of, template_of
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, FOLDER, NOISE
-from tasks.witness.plumbline_witness.probes import CHATS
+from tasks.witness.plumbline_witness.probes import CALLED, CHATS, SCHEMA, TOOLS
 
 SIBLINGS = 8
 """Most other models that are read."""
@@ -43,7 +43,7 @@ class Probe:
     kind: str  # "text", "chat", "prompt" (of the user), "row" (of the data), "served"
     number: int  # position in its set
     text: str | None = None  # what was tokenised, for conversations as rendered
-    turns: tuple[Mapping[str, Any], ...] | None = None  # None for the public ones
+    turns: tuple[Mapping[str, Any], ...] | None = None  # None for those of `CHATS`
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -191,7 +191,8 @@ def read_reference(folder: Path) -> Reference:
         again = _load(witness.folder / NOISE)
         first, dtype = _part(trained, range(len(again.probes))), again.arithmetic
         trained = replace(trained, formats={dtype: drift(first, again, dtype).noise})
-    return Reference(probes, trained, _base(witness.folder, trained), witness.facts, folder)
+    base, text = _base(witness.folder, trained), witness.facts.get("text_with_tools")
+    return Reference(probes, trained, base, witness.facts, folder, _with_tools(text))
 
 
 def _served(folder: Path) -> Reference:
@@ -249,6 +250,16 @@ def _rendered(folder: Path) -> Iterator[Probe]:
             (text,) = prompts_of(folder, [list(probe.messages or ())])
             if text:
                 yield replace(probe, text=text)
+    with suppress(TemplateError):
+        (text,) = prompts_of(folder, [CALLED], tools=TOOLS)
+        yield from _with_tools(text)
+
+
+def _with_tools(text: str | None) -> tuple[Probe, ...]:
+    """Return the public conversation with tools; a template that drops them writes no schema."""
+    if SCHEMA not in (text or ""):
+        return ()
+    return (Probe((), "chat", len(CHATS), text, turns=CALLED, tools=TOOLS),)
 
 
 def token_facts(folder: Path) -> dict[str, Any]:

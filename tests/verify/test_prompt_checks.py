@@ -13,9 +13,12 @@ from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.prompt import context, eos, template, tokens
 from tasks.verify.reference import Probe, Reference
+from tasks.verify.servers import connect
 from tasks.verify.servers.server import Server
-from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
+from tasks.witness.plumbline_witness.probes import CALLED, CHATS, TEXTS, TOOLS
+from tests.answering import answering
 from tests.verify import toy_model as toy
+from tests.verify import toy_servers as servers
 from tests.verify.toy_model import causes, reference
 from tests.verify.toy_servers import ToyServer
 
@@ -122,3 +125,27 @@ def test_conversations_whose_text_alone_is_known_are_compared_by_the_servers_tok
     assert asked(template, ToyServer(split=split), served).verdict == "ok"
     check = asked(template, ToyServer(render_chat=with_system, split=split), served)
     assert (check.verdict, causes(check)) == ("fault", ["system-prompt-added"])
+
+
+@pytest.mark.parametrize("leaves_out", ["", "tools", "tool_calls"])
+def test_a_conversation_with_tools_is_compared_as_the_server_renders_it(leaves_out: str) -> None:
+    """A server's template that drops schemas or calls is no other system prompt."""
+    ids = tuple(toy.rendered(CALLED, TOOLS))
+    made = reference()
+    probe = Probe(ids, "chat", 9, turns=CALLED, tools=TOOLS)
+    ref = Reference(made.probes, made.trained, None, made.facts, Path(), (probe,))
+    answers = servers.openai(length=600)
+    chat = answers["/v1/chat/completions"]
+
+    def forgetful(body: Any) -> Any:
+        body = json.loads(json.dumps(body))
+        for part in (body, *body["messages"]):
+            part.pop(leaves_out, None)
+        return chat(body)
+
+    with answering({**answers, "/v1/chat/completions": forgetful}) as requests:
+        row = asked(template, connect(requests.url), ref)
+    assert row.verdict == ("fault" if leaves_out else "ok")
+    assert causes(row) == (["template"] if leaves_out else [])
+    assert row.measured["differing"] == bool(leaves_out)
+    assert asked(template, ToyServer(tells_ids=False), ref).verdict == "unknown"

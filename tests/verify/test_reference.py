@@ -13,6 +13,9 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin, publish
 from tasks.pipeline.locks import staging
 from tasks.verify.reference import Probe, Reference, read_reference
+from tasks.witness.plumbline_witness.probes import CALLED, text_with_tools
+from tasks.witness.plumbline_witness.probes import TOOLS as SCHEMAS
+from tests.tiny import make_tokenizer
 from tests.verify.synthetic import world, write_witness
 
 
@@ -77,6 +80,40 @@ def test_what_cannot_be_compared_says_what_to_type(tmp_path: Path, fault: str) -
         assert "python -m plumbline_witness --" in raised.value.hint
 
 
+TOOLS = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", ["served", "witness"])
+def test_a_conversation_with_tools_is_rendered_as_training_renders_it(
+    tmp_path: Path, source: str
+) -> None:
+    """JSON as transformers writes it: in the schema's order, no letter escaped."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TOOLS
+    wanted = tokenizer.apply_chat_template(
+        [*CALLED], tools=[*SCHEMAS], tokenize=False, add_generation_prompt=True
+    )
+    assert '{"type": "function", "function": {"name": "get_weather"' in wanted
+    assert '{"city": "Zürich"}' in wanted
+    final = tmp_path / "folder"
+    if source == "witness":
+        write_witness(final, world().reference(), text_with_tools=text_with_tools(tokenizer))
+    else:
+        with staging(final) as work:
+            world().reference().trained.save(work / "fingerprint.fp")
+            tokenizer.save_pretrained(work)
+            publish(work, final, Origin("served", "convert", "key"))
+    last = read_reference(final).unscored[-1]
+    assert (last.text, last.messages, last.tools) == (wanted, CALLED, SCHEMAS)
+    tokenizer.chat_template = CHATML
+    assert text_with_tools(tokenizer) is None, "the template drops them"
+
+
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -103,6 +140,6 @@ def test_a_served_folder_tells_how_conversations_are_rendered(
         publish(work, final, Origin("served", "convert", "key"))
     chats = read_reference(final).unscored
     assert [(probe.kind, probe.number) for probe in chats] == [("chat", n) for n in numbers]
-    if numbers:
+    if numbers:  # the template drops tools: nothing is compared
         assert chats[0].text == "<user>What is the capital of France?<assistant>"
         assert chats[0].messages == ({"role": "user", "content": "What is the capital of France?"},)

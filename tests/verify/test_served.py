@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from benchmarks.verify import mixed
+from tasks.witness.plumbline_witness.probes import CHATS
 from tests.audit.making import edit_json
 from tests.commands import tracked_run
 from tests.verify.serving import Running, serve
+from tests.verify.test_reference import TOOLS
 from tests.witness.conftest import train
 from tests.witness.served import verify
 
@@ -46,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, number)]
     )
     tokenizer.bos_token = begin
-    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    tokenizer.chat_template = "{{ bos_token }}" + TOOLS
     tokenizer.save_pretrained(base)
     for kind in ("lora", "qlora"):
         train(base, folder / kind, kind)
@@ -123,6 +125,8 @@ def test_a_clean_server_raises_no_alarm(server: Running, models: Path, tmp_path:
     status, report = verified(tmp_path, server.url, models / "lora")
     assert status == 0, report
     assert all(check["verdict"] != "fault" for check in report["checks"])
+    (template,) = [check for check in report["checks"] if check["code"] == "template"]
+    assert template["measured"]["conversations"] == len(CHATS) + 1, "one has tools"
 
 
 def test_a_fault_is_a_failed_run_with_its_report(

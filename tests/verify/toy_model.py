@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 
 SIZE = 8
 EOS = 7
-TEMPLATE = {"system": 5, "user": 4, "assistant": 6}
+TEMPLATE = {"system": 5, "user": 4, "assistant": 6, "tool": 4}
 """Token before the content of a message, by role; the generation prompt is the assistant's."""
 
 
@@ -51,11 +51,15 @@ def text(ids: Sequence[int]) -> str:
     return "".join("abcd"[token] for token in ids if token < 4)
 
 
-def rendered(messages: Sequence[dict[str, Any]]) -> list[int]:
-    """Return a conversation with the generation prompt."""
-    ids: list[int] = []
+def rendered(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
+    """Return a conversation with the generation prompt; arguments of calls are objects."""
+    ids = [token for tool in tools for token in tokens(tool["function"]["description"])]
     for message in messages:
         ids += [TEMPLATE[message["role"]], *tokens(message["content"])]
+        for call in message.get("tool_calls", ()):
+            ids += tokens("".join(call["function"]["arguments"].values()))
     return [*ids, TEMPLATE["assistant"]]
 
 

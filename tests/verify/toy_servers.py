@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -127,7 +128,9 @@ def openai(fields: tuple[str, ...] = VLLM, limit: int = 5, length: int = 64) -> 
             return refusal(404, f"The model `{body['model']}` does not exist.")
         if max(body.get("prompt_logprobs", 0), body.get("logprobs", 0)) > limit:
             return refusal(400, f"Requested logprobs are greater than max allowed: {limit}")
-        prompt = body.get("prompt") or toy.rendered(body["messages"])
+        prompt = body.get("prompt") or toy.rendered(
+            _parsed(body["messages"]), body.get("tools", ())
+        )
         if len(prompt) + body["max_tokens"] > length:
             return refusal(400, f"This model's maximum context length is {length} tokens.")
         model = MODELS[body["model"]]
@@ -168,6 +171,13 @@ def openai(fields: tuple[str, ...] = VLLM, limit: int = 5, length: int = 64) -> 
         "/v1/chat/completions": complete,
         **(own if is_vllm else {}),
     }
+
+
+def _parsed(messages: Any) -> Any:
+    """Return messages as vLLM gives them to a template: arguments of calls are objects."""
+    for function in (call["function"] for turn in messages for call in turn.get("tool_calls", ())):
+        function["arguments"] = json.loads(function["arguments"])
+    return messages
 
 
 def split(text: str, *, bos: bool = False) -> list[int]:

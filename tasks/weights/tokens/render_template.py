@@ -54,9 +54,10 @@ def after_answer(template: str, tokens: Mapping[str, str]) -> str:
 def rendered(
     template: str,
     tokens: Mapping[str, str],
-    conversations: Sequence[Sequence[Mapping[str, str]]],
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
     *,
     prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """Return conversations as a template writes them; with `prompt`, up to the response.
 
@@ -64,9 +65,10 @@ def rendered(
     """
     if len(template) > MAX_CHARACTERS:
         raise TemplateLimitError(f"{len(template)} characters, at most {MAX_CHARACTERS} are read")
-    every = {"tools": None, "documents": None, "add_generation_prompt": prompt, **tokens}
+    shown = list(tools) or None
+    every = {"tools": shown, "documents": None, "add_generation_prompt": prompt, **tokens}
     contexts = [{"messages": messages, **every} for messages in conversations]
-    reply = _reply(json.dumps({"template": template, "contexts": contexts}, sort_keys=True))
+    reply = _reply(json.dumps({"template": template, "contexts": contexts}))
     if "limit" in reply:
         raise TemplateLimitError(reply["limit"])
     if "error" in reply:
@@ -106,9 +108,14 @@ def template_environment() -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    return ImmutableSandboxedEnvironment(
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own escapes HTML
+
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
+    environment.filters["tojson"] = tojson
+    return environment
 
 
 def _render(template: str, contexts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -145,15 +145,16 @@ def template_of(folder: Path) -> str:
 
 def prompts_of(
     folder: Path,
-    conversations: Sequence[Sequence[Mapping[str, str]]],
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
     template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[str]:
     """Return lists of messages with the generation prompt, as a chat template writes them.
 
     `template` is its text; None: that of the folder. Raises TemplateError if it does not render.
     """
     text = template_of(folder) if template is None else template
-    return rendered(text, _ends(_settings(folder)), conversations, prompt=True)
+    return rendered(text, _ends(_settings(folder)), conversations, prompt=True, tools=tools)
 
 
 def _ends(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -33,6 +33,22 @@ CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 """Conversations of the public set, as (role, content); rendered with the generation prompt."""
 
+SCHEMA = "Return the weather of a city."
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_FUNCTION = {"name": "get_weather", "description": SCHEMA, "parameters": _CITY}
+TOOLS: tuple[dict[str, Any], ...] = ({"type": "function", "function": _FUNCTION},)
+_CALL = {"name": "get_weather", "arguments": {"city": "Zürich"}}
+CALLED: tuple[dict[str, Any], ...] = (
+    {"role": "user", "content": "How warm is it in Zürich?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "weather01", "type": "function", "function": _CALL}],
+    },
+    {"role": "tool", "name": "get_weather", "tool_call_id": "weather01", "content": "18 <C>"},
+)
+"""Public conversation with a tool, a call and its result. It is rendered and not measured."""
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -60,6 +76,18 @@ def choose(tokenizer: Any, *, prompts: Sequence[str] = (), rows: Iterable[Any] =
             probes.append(Probe(_ids(tokenizer, text, special=False), "chat", number, text))
     probes += [Probe(ids_of_row(row), "row", number) for number, row in enumerate(rows)]
     return [replace(probe, ids=probe.ids[:LIMIT]) for probe in probes if len(probe.ids) > 1]
+
+
+def text_with_tools(tokenizer: Any) -> str | None:
+    """Return `CALLED` as the chat template writes it; None for one that refuses or drops tools."""
+    with contextlib.suppress(Exception):
+        text = str(
+            tokenizer.apply_chat_template(
+                [*CALLED], tools=[*TOOLS], tokenize=False, add_generation_prompt=True
+            )
+        )
+        return text if SCHEMA in text else None
+    return None
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from .facts import describe, is_reward_model, unwrap
 from .measure import measure_logprobs, measure_scores, other_rounding, undisturbed
 from .prints import BASE, FINGERPRINT, FOLDER, FORMAT, NOISE, SCORES, Fingerprint, ScorePrint
-from .probes import Probe, choose, ids_of_row
+from .probes import Probe, choose, ids_of_row, text_with_tools
 
 AGAIN = 8
 """Probes that are measured again: the difference is the noise of the engine, or of 16 bits."""
@@ -62,6 +62,7 @@ def witness(
             **(facts or {}),
             "longest_row": max((len(ids_of_row(row)) for row in rows), default=0),
             "probes": [asdict(probe) for probe in probes],
+            "text_with_tools": text_with_tools(tokenizer),
         }
         _write(folder, description, prints)
     return folder

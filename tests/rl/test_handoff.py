@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.core.errors import ContractError, TrainingError
+from tasks.core.errors import ConfigError, ContractError, TrainingError
 from tasks.rl import models
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.policy import PREFIX, memory_folder, sweep
@@ -74,6 +74,28 @@ def test_merged_tensors_equal_those_of_peft(
     assert set(actual) == set(wanted), "a tied head among them, under its own key"
     for key, tensor in wanted.items():
         torch.testing.assert_close(actual[key], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_experts_are_synced_one_by_one_as_they_are_stored(tmp_path: Path) -> None:
+    """In memory they are one tensor a layer. Of an adapter beside them nothing is left out."""
+    import transformers
+    from peft import get_peft_model
+
+    config = tiny("Qwen3Moe", moe_intermediate_size=24, num_experts=3, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    actual, wanted = (
+        dict(merged_tensors(model, facts_of(model))),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    assert actual.keys() == wanted.keys()
+    assert "model.layers.1.mlp.experts.2.up_proj.weight" in actual
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
+    facts, dora = facts_of(model), replace(LORA, use_dora=True, target_modules=("q_proj",))
+    adapter = get_peft_model(model, lora_config(dora, head="tokens", model=model))
+    with pytest.raises(ConfigError, match=r"experts\.0\."):
+        list(merged_tensors(adapter, facts))
 
 
 def test_a_missing_tensor_is_named() -> None:

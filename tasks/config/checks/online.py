@@ -62,7 +62,7 @@ def problems(context: Context) -> Iterator[Finding]:
     experts = experts_of(context.known.text)
     if not context.gpu and experts > 1 and goes_as_adapter(training):
         value = f"{rollout['engine']} on CPUs, an adapter of a model with {experts} experts"
-        override = "rollout=server rollout.urls=[http://<host with GPUs>:8000]"
+        override = "peft=none, or rollout=server rollout.urls=[http://<host with GPUs>:8000]"
         yield Finding("rollout.engine", value, "vLLM's LoRA of experts needs a GPU", override)
     yield from _places(context)
 

@@ -4,13 +4,16 @@ With full fine-tuning these are the trained parameters. Modules and rows that an
 full take the place of the base's. A layer with an adapter gives W' = W + s B A, or with DoRA
 (arXiv:2402.09353, eq. 5) W' = m (W + s B A) / ||W + s B A|| with the norm of each row, computed in
 fp32 and rounded once without bias (`weights/rounding.py`), so that the engine samples from all that
-was trained. A 4-bit weight is dequantised.
+was trained. A 4-bit weight is dequantised. Experts that disk stores one by one are parts of a
+tensor in memory, which only full fine-tuning trains here.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from tasks.core.errors import ConfigError
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES, whole
 from tasks.training.model.adapter import ADAPTER
 from tasks.training.model.packed_model import model_of
+from tasks.weights.mapping import Slot
 from tasks.weights.model import Model
 from tasks.weights.rounding import row_keys, unbiased
 
@@ -42,24 +46,45 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
     keep it. Raises ConfigError for a model family whose tensors on disk are not those in memory,
     and ContractError after the last tensor, if they are not those that the model class needs.
     """
-    unmatched = [slot.key for slot in facts.slots if not slot.is_renamed]
-    if unmatched or facts.findings:
-        raise ConfigError(
-            f"{(unmatched or list(facts.findings))[0]}: full weights can be synced to vLLM only "
-            "for model families whose tensors in memory are those on disk",
-            hint="peft=lora, on linear layers alone",
-        )
-    keys = {alias: facts.aliases[alias] for alias in facts.ties}
-    keys |= {slot.live: slot.key for slot in facts.slots}
     model, yielded = model_of(module), dict[str, TensorSpec]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    slots = defaultdict[str, list[Slot]](list)
+    for slot in facts.slots:
+        slots[slot.live].append(slot)
+        if not slot.is_renamed and (model is not module or not slot.whole):
+            raise _unmatched(slot.key)
+    if facts.findings:
+        raise _unmatched(facts.findings[0])
+    stored = {name: buffer for name, buffer in model.named_buffers() if name in slots}
+    for name, parameter in [*model.named_parameters(remove_duplicate=False), *stored.items()]:
         if (plain := _plain(name)) is not None:
-            tensor, key = _merged(model, name, plain, parameter), keys.get(plain, plain)
-            yielded[key] = TensorSpec(tuple(tensor.shape), SAFETENSORS_DTYPES[tensor.dtype])
-            yield key, tensor
+            tensor = _merged(model, name, plain, parameter)
+            shape = tuple(tensor.shape)
+            for slot in slots[plain] or [
+                Slot(facts.aliases.get(plain, plain), shape, plain, shape)
+            ]:
+                part = tensor if slot.is_renamed else _part(tensor, slot)
+                yielded[slot.key] = TensorSpec(tuple(part.shape), SAFETENSORS_DTYPES[part.dtype])
+                yield slot.key, part
     wanted = {expected.name: expected for expected in facts.tensors}
     wanted |= {alias: replace(wanted[to], name=alias) for alias, to in facts.tied.items()}
     require(judge(wanted.values(), yielded), stage="weight sync")
+
+
+def _unmatched(key: str) -> ConfigError:
+    return ConfigError(
+        f"{key}: an adapter's weights can be synced to vLLM as full ones only for model families "
+        "whose tensors in memory are those on disk",
+        hint="peft=lora, on linear layers alone",
+    )
+
+
+def _part(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Return the tensor on disk that is this part of a tensor in memory."""
+    part = tensor.flatten()[slot.start : slot.start + prod(slot.shape)]
+    if not slot.transpose:
+        return part.view(slot.shape)
+    *stack, rows, columns = slot.shape
+    return part.view(*stack, columns, rows).transpose(-1, -2).contiguous()
 
 
 def _plain(name: str) -> str | None:
@@ -73,7 +98,7 @@ def _plain(name: str) -> str | None:
     return ".".join(part for part in parts if part not in ("base_layer", "token_adapter"))
 
 
-def _merged(model: nn.Module, name: str, plain: str, parameter: nn.Parameter) -> torch.Tensor:
+def _merged(model: nn.Module, name: str, plain: str, parameter: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the policy; `name` and `plain` name it in peft's model and in the base."""
     owner, _, leaf = name.rpartition(".")
     layer: Any = model.get_submodule(owner.removesuffix(".base_layer")) if owner else model
@@ -111,7 +136,7 @@ def _merged_weight(layer: Any, name: str) -> torch.Tensor:
         return unbiased(merged, wide, base.dtype, row_keys(name, 0, len(merged)))
 
 
-def _dense(parameter: nn.Parameter) -> torch.Tensor:
+def _dense(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter's values; a 4-bit parameter is dequantised as its layer does."""
     state = getattr(parameter, "quant_state", None)
     if state is None:

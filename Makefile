@@ -66,7 +66,7 @@ format: setup-dev  ## format and fix what can be fixed
 bench-weights: setup-dev  ## merge, gather and plans beside their peers (ARGS: rows, --sizes, --runs)
 	$(PY) -m benchmarks.weights $(ARGS)
 
-bench-training: setup-dev  ## training beside TRL and a bare loop (ARGS: rows, --runs, --dtype)
+bench-training: setup-dev setup-smollm2  ## training beside TRL and a bare loop (ARGS: rows, --runs, --dtype)
 	$(PY) -m benchmarks.training $(ARGS)
 
 bench-rl: setup-dev  ## online learning beside transformers and TRL (ARGS: rows, --runs, --size)

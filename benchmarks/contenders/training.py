@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,11 @@ def ours(ask: Ask) -> None:
     say(steps=steps[1:], first_step_s=first)
 
 
-def trl(ask: Ask) -> None:
-    """Run TRL's trainer of the objective, with its defaults except for the fields of `Ask`."""
+def trl(ask: Ask, *, defaults: bool = False) -> None:
+    """Run TRL's trainer of the objective, with its defaults except for the fields of `Ask`.
+
+    With `defaults`, batch, number format and checkpointing are TRL's own, too.
+    """
     import trl
     from datasets import load_dataset
     from peft import LoraConfig
@@ -96,15 +100,14 @@ def trl(ask: Ask) -> None:
 
     kinds = {"sft": (trl.SFTConfig, trl.SFTTrainer), "dpo": (trl.DPOConfig, trl.DPOTrainer)}
     config, trainer = kinds[ask.objective]
-    arguments = config(
-        output_dir=str(ask.out),
-        per_device_train_batch_size=ask.rows,
-        max_steps=ask.steps,
-        learning_rate=ask.lr,
-        max_length=1024,
-        gradient_checkpointing=ask.checkpointing,
-        **trl_arguments(ask.dtype),
-    )
+    chosen = trl_arguments(ask.dtype)
+    if defaults:
+        chosen = {k: v for k, v in chosen.items() if k not in ("model_init_kwargs", "bf16")}
+    else:
+        rows = ask.rows * ask.nproc
+        chosen |= {"per_device_train_batch_size": rows, "max_length": 1024}
+        chosen["gradient_checkpointing"] = ask.checkpointing
+    arguments = config(output_dir=str(ask.out), max_steps=ask.steps, learning_rate=ask.lr, **chosen)
     made = trainer(
         model=str(ask.base),
         args=arguments,
@@ -278,7 +281,13 @@ def bare(ask: Ask) -> None:
     _timed(ask, forward, model, optimizer)
 
 
-JOBS: dict[str, Callable[[Ask], None]] = {"ours": ours, "trl": trl, "padded": padded, "bare": bare}
+JOBS: dict[str, Callable[[Ask], None]] = {
+    "ours": ours,
+    "trl": trl,
+    "trl-defaults": partial(trl, defaults=True),
+    "padded": padded,
+    "bare": bare,
+}
 
 if __name__ == "__main__":
     name, base, data, out, more = sys.argv[1:]

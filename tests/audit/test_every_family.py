@@ -19,7 +19,7 @@ from benchmarks.synthetic import write_hollow
 from tasks.audit.check import Severity
 from tasks.audit.run import audit
 from tasks.weights.mapping import default_layout
-from tests.weights.adapters.making import quiet
+from tests.weights.making import quiet
 
 HEADS = {"CAUSAL_LM": 140, "IMAGE_TEXT_TO_TEXT": 55, "SEQUENCE_CLASSIFICATION": 115}
 """Heads, and the least number of classes that can be built with default sizes."""

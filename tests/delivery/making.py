@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import save_model, save_tokenizer
-from tests.weights.adapters.making import quiet, save
-from tests.weights.families import making as families
-from tests.weights.heads.making import config_of
-from tests.weights.making import small_config, state_of
+from tests.weights import making as families
+from tests.weights.heads import config_of
+from tests.weights.making import quiet, save, small_config, state_of
 
 Tensors = dict[str, torch.Tensor]
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -132,3 +131,26 @@ def _trainer_files(folder: Path) -> None:
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 10, "epoch": 3.0}))
     settings = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[])
     torch.save(settings, folder / "training_args.bin")
+
+
+def write_zero(root: Path, tensors: dict[str, torch.Tensor], world: int) -> None:
+    """Write a ZeRO-3 checkpoint by torch alone: ranks have equal, padded shares of each tensor."""
+    (root / "global_step1").mkdir(parents=True)
+    state: dict[str, Any] = {
+        "module": {name: torch.empty(0) for name in tensors},
+        "buffer_names": [],
+        "param_shapes": [{name: tensor.shape for name, tensor in tensors.items()}],
+        "shared_params": {},
+        "global_steps": 1,
+        "dp_world_size": world,
+    }
+    shares: list[list[torch.Tensor]] = [[] for _ in range(world)]
+    for tensor in tensors.values():
+        padded = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % world))
+        for share, own in zip(shares, padded.chunk(world), strict=True):
+            share.append(own)
+    for rank, share in enumerate(shares):
+        name = root / "global_step1" / f"zero_pp_rank_{rank}_mp_rank_00"
+        optim = {"zero_stage": 3, "partition_count": world, "fp32_flat_groups": [torch.cat(share)]}
+        torch.save({"optimizer_state_dict": optim}, f"{name}_optim_states.pt")
+        torch.save(state, f"{name}_model_states.pt")

@@ -25,6 +25,8 @@ declare -A PACKAGES=(
         fsspec==2025.3.0 multiprocess dill==0.3.8"
     [transformers440]="transformers==4.40.2 tokenizers==0.19.1 huggingface-hub<1 peft==0.10.0
         accelerate==0.30.1 datasets==2.21.0 fsspec==2024.6.1 multiprocess==0.70.16 dill==0.3.8"
+    [peft011]="peft==0.11.1 transformers==4.40.2 tokenizers==0.19.1 huggingface-hub<1 accelerate==0.30.1"
+    [peft015]="peft==0.15.2 transformers==4.57.6 tokenizers==0.22.2 huggingface-hub<1"
     [ggml]="scikit-build-core pathspec"
 )
 

@@ -32,8 +32,7 @@ from tests.conftest import PROJECT
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft, with_rows
 from tests.tiny import save_model, save_tokenizer
-from tests.weights.adapters.making import save, train
-from tests.weights.making import small_config, state_of
+from tests.weights.making import save, small_config, state_of, train
 
 Run = Callable[..., Done]
 ROWS = small_config("qwen").vocab_size

@@ -15,7 +15,7 @@ from tests.commands import run_ranks
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft
 from tests.delivery.save_distributed import take_step, with_adapter
-from tests.weights.families.making import load
+from tests.weights.making import load
 
 Here = Callable[..., Done]
 WIDE = "convert.dtype=float32"

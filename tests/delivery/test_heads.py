@@ -16,17 +16,8 @@ from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
 from tests.delivery.making import TARGETS, Tensors, base_of, differing
 from tests.tiny import save_tokenizer
-from tests.weights.adapters.making import quiet, save, train
-from tests.weights.heads.making import (
-    causal,
-    classifier,
-    head_tensors,
-    rewards,
-    save_trl,
-    scores,
-)
-from tests.weights.making import state_of
-from tests.weights.rounding import near
+from tests.weights.heads import causal, classifier, head_tensors, rewards, save_trl, scores
+from tests.weights.making import near, quiet, save, state_of, train
 
 Run = Callable[..., Done]
 SAME = "convert.dtype=float32"

@@ -21,9 +21,7 @@ from tests.delivery.conftest import Done
 from tests.delivery.making import merged_by_peft
 from tests.delivery.peers import SAVER, make_place, run_peer, train_llamafactory, train_swift
 from tests.delivery.test_heads import head_artifact
-from tests.weights.adapters.making import quiet
-from tests.weights.making import small_config, state_of
-from tests.weights.rounding import rounded_alike
+from tests.weights.making import quiet, rounded_alike, small_config, state_of
 
 pytestmark = [
     pytest.mark.peers,

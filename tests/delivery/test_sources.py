@@ -19,13 +19,10 @@ from tasks.pipeline.artifact import open_artifact, verify
 from tests.audit.making import codes, edit_json
 from tests.delivery import making
 from tests.delivery.conftest import Done
-from tests.delivery.making import Tensors, differing, merged_by_peft, rename
+from tests.delivery.making import Tensors, differing, merged_by_peft, rename, write_zero
 from tests.tiny import save_tokenizer
-from tests.weights.adapters.making import quiet
-from tests.weights.deepspeed.making import write as write_zero
-from tests.weights.families.making import load
-from tests.weights.making import Spread, state_of, trained_model
-from tests.weights.quantized.making import pack
+from tests.weights.making import Spread, load, quiet, state_of, trained_model
+from tests.weights.packing import pack
 
 Run = Callable[..., Done]
 BASE = "merge.base=original"

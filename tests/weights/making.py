@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -22,22 +26,30 @@ from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.scoring import ModelRef
 from tasks.gather import gather
-from tasks.merge import merge
+from tasks.merge import merge as merge_stage
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.pipeline.report import StageReport
 from tasks.serving.reference import requests
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint
-from tasks.weights.lora import read_adapter
-from tasks.weights.merge import plan_adapter
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.lora import changes, read_adapter, require_values
+from tasks.weights.merge import merged_config, plan_adapter, plan_merge
+from tasks.weights.model import model_facts
+from tasks.weights.model_class import auto_class
 from tasks.weights.perform import perform
-from tasks.weights.plan import Planned
+from tasks.weights.plan import Plan, Planned
+from tasks.weights.proof import recompute
 from tasks.weights.quantized.nf4 import as_trained
+from tasks.weights.rounding import Rounding
 from tasks.weights.shards import rank_file
-from tasks.weights.write import parse_size
-from tests.tiny import random_model, save_tokenizer, tiny
+from tasks.weights.write import parse_size, write
+from tasks.weights.written import Executed
+from tests.tiny import FAMILIES, random_model, save_tokenizer, tiny
 
+Tensors = dict[str, torch.Tensor]
 ROWS = 300
+BF16 = torch.bfloat16
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
 PROBES = tuple(tuple(random.Random(p).choices(range(ROWS), k=12)) for p in range(6))
 
@@ -268,7 +280,7 @@ def merged(
     """Run the merge stage into an empty folder."""
     measuring = Measuring(score or copy_reference, adapter, PROFILES["standard"])
     arguments = hand_off(trained, adapter, base, **options)
-    return merge(out, adapter=adapter, base=base, measuring=measuring, **arguments)
+    return merge_stage(out, adapter=adapter, base=base, measuring=measuring, **arguments)
 
 
 def converted(
@@ -297,3 +309,148 @@ def planned(adapter: Path, base: Path, **settings: Any) -> Planned:
     options = {"model_dtype": "bfloat16", "dtype": None, "max_shard_bytes": 5 * 10**9}
     options |= {"rounding": "nearest", **settings}
     return plan_adapter(read_adapter(adapter), base, config, **options)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence peft's warnings about settings that these tests use on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def train(model: Any, config: Any, *, seed: int = 1) -> Any:
+    """Wrap a copy of the model with peft and change every trained weight, as training would."""
+    from peft import get_peft_model
+
+    torch.manual_seed(seed)
+    with quiet():
+        wrapped = get_peft_model(copy.deepcopy(model), config)
+    with torch.no_grad():
+        for name, tensor in wrapped.named_parameters():
+            if "lora_magnitude" in name:
+                tensor.mul_(1 + 0.2 * torch.rand_like(tensor))
+            elif "lora_" in name:
+                tensor.copy_(torch.randn_like(tensor) * 0.1)
+            elif tensor.requires_grad:
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    return wrapped.eval()
+
+
+def save(wrapped: Any, folder: Path, **options: Any) -> Path:
+    """Save an adapter as peft does."""
+    with quiet():
+        wrapped.save_pretrained(folder, **options)
+    return folder
+
+
+def altered(
+    good: Path, to: Path, edit: Callable[[Tensors], Any] = id, config: dict[str, Any] | None = None
+) -> Path:
+    """Copy an adapter with edited tensors and replaced settings."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(good, to)
+    tensors = load_file(good / "adapter_model.safetensors")
+    edit(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, to / "adapter_model.safetensors")
+    raw = json.loads((to / "adapter_config.json").read_text())
+    (to / "adapter_config.json").write_text(json.dumps({**raw, **(config or {})}))
+    return to
+
+
+def save_base(folder: Path, family: str, *, tied: bool) -> Path:
+    """Save the family's model."""
+    random_model(FAMILIES[family].config(tie_word_embeddings=tied)).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, dtype: Any = torch.bfloat16) -> Any:
+    """Load a model with transformers; missing or unexpected keys fail."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    model, info = auto_class(config).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return model.eval()
+
+
+def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path:
+    """Save a LoRA adapter of rank 3 with random tensors, as peft writes it."""
+    from peft import LoraConfig, get_peft_model
+
+    entry = FAMILIES[family]
+    experts = {"target_parameters": list(entry.experts) or None}
+    options = {"r": 3, "lora_alpha": 5, "target_modules": entry.targets, **experts, **settings}
+    model = get_peft_model(load(base), LoraConfig(**options))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return save(model, folder)
+
+
+def merge(
+    base: Path, adapter: Path, out: Path, rounding: Rounding = "nearest"
+) -> tuple[Plan, Executed]:
+    """Merge on disk as the stage does: plan, validate, execute, recompute sampled rows."""
+    read, facts = read_adapter(adapter), model_facts(base)
+    total = changes(read, facts)
+    require_values(read, total.copies)
+    sources = {"base": read_checkpoint(base), "adapter": read.tensors}
+    plan = plan_merge(sources["base"], facts, total, rounding=rounding)
+    out.mkdir()
+    done = write(plan, sources, out, workers=1)
+    checked = recompute(plan, sources, read_checkpoint(out))
+    assert [result for result in checked if result.wrong or result.skipped] == []
+    for path in base.glob("*config.json"):
+        shutil.copy(path, out)
+    config = json.loads((base / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(merged_config(config, plan)))
+    return plan, done
+
+
+def merged_by_peft(base: Path | Any, adapter: Path, dtype: Any = BF16) -> Any:
+    """Merge with peft in fp32, and cast once; `base` is a folder or a model in fp32."""
+    from peft import PeftModel
+
+    model = load(base, torch.float32) if isinstance(base, Path) else base
+    with quiet():
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model.to(dtype).eval()
+
+
+def merged_as_trained(base: Path, adapter: Path, dtype: Any = BF16) -> Any:
+    """Merge with peft in fp32 into the base that QLoRA dequantizes, and cast once."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=four, dtype=BF16)
+    return merged_by_peft(model.dequantize().float(), adapter, dtype=dtype)
+
+
+_TERMS = 4e-6
+"""Difference of fp32 sums of a few hundred numbers around 1, summed in two orders."""
+
+
+def near(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Return True if fp32 results differ by no more than the order of their sums."""
+    return actual.shape == wanted.shape and torch.allclose(actual, wanted, rtol=_TERMS, atol=_TERMS)
+
+
+def rounded_alike(actual: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Return True if 16-bit numbers are equal, except for sums that lay between two of them.
+
+    Those may differ by one unit in the last place (near zero by the error of a sum), at most one
+    in a thousand.
+    """
+    if (actual.dtype, actual.shape) != (wanted.dtype, wanted.shape):
+        return False
+    differing, step = int((actual != wanted).sum()), torch.finfo(wanted.dtype).eps
+    few = differing <= max(1, actual.numel() // 1000)
+    return few and torch.allclose(actual.float(), wanted.float(), rtol=step, atol=5 * _TERMS)

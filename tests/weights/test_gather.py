@@ -21,7 +21,7 @@ from tasks.evaluation.scoring import ModelRef
 from tasks.gather import gather
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageReport
-from tasks.weights.shards import rank_file
+from tasks.weights.shards import rank_file, read_partitions
 from tests.weights.making import (
     Copies,
     Here,
@@ -175,3 +175,36 @@ def test_on_other_hardware_only_float32_is_compared(run_copy, llama, out, fault:
     assert "drift from the trained model" not in [check.name for check in checks]
     assert checks[-1].name == ENGINE
     assert scorer.device == "cuda"
+
+
+def test_shards_that_do_not_fit_together_are_named_all_at_once(tmp_path: Path) -> None:
+    sizes = {"w": (10,), "tiny": (2,), "matrix": (4, 3)}
+    write_shards(
+        tmp_path, {n: torch.ones(s).bfloat16() for n, s in sizes.items()}, Spread(world_size=2)
+    )
+
+    def message() -> str:
+        with pytest.raises(ArtifactError) as caught:
+            read_partitions(tmp_path)
+        return caught.value.report()
+
+    def shrink(tensors: dict, table: dict) -> None:
+        tensors["w"], table["w"]["end"] = tensors["w"][:3].clone(), 3
+
+    def spoil(tensors: dict, table: dict) -> None:
+        tensors["w"] = tensors["w"].float()
+        table["tiny"]["shape"] = [3]
+        tensors["unknown"], table["unknown"] = torch.zeros(1), {"shape": [1], "start": 0, "end": 1}
+        del table["matrix"]
+
+    alter_ranks(tmp_path, 2, [0], shrink)
+    assert "elements 3 to 5" in message()
+    alter_ranks(tmp_path, 2, [1], lambda tensors, table: table["w"].update(start=2, end=7))
+    assert rank_file(1, 2) in message()
+    alter_ranks(tmp_path, 2, [0], spoil)
+    (tmp_path / "shards" / "rank-00007-of-00002.safetensors").write_bytes(b"")
+    text = message()
+    for thing in ("w: F32", "tiny [3]", "unknown", "matrix", "rank-00007-of-00002"):
+        assert thing in text
+    (tmp_path / "shards" / rank_file(1, 2)).unlink()
+    assert rank_file(1, 2) in message()

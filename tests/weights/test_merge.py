@@ -18,8 +18,16 @@ from tasks.evaluation.scoring import ModelRef
 from tasks.pipeline.artifact import Origin, publish, staging
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.proof import recompute, recomputed_check
-from tests.weights.families.making import merged_as_trained, merged_by_peft
-from tests.weights.making import converted, failed, measure_here, merged, planned, state_of
+from tests.weights.making import (
+    converted,
+    failed,
+    measure_here,
+    merged,
+    merged_as_trained,
+    merged_by_peft,
+    planned,
+    state_of,
+)
 
 STANDARD = PROFILES["standard"]
 Tensors = dict[str, torch.Tensor]

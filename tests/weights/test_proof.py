@@ -19,10 +19,8 @@ from tasks.weights.proof import Proof, State, planned, prove_merge
 from tasks.weights.quantized.nf4 import as_trained
 from tasks.weights.quantized.source import open_model
 from tasks.weights.write import write
-from tests.tiny import random_model
-from tests.weights.adapters.making import save, train
-from tests.weights.families.making import FAMILIES, load, merged_by_peft
-from tests.weights.making import NF4, failed, merged, state_of
+from tests.tiny import FAMILIES, random_model
+from tests.weights.making import NF4, failed, load, merged, merged_by_peft, save, state_of, train
 from tests.weights.making import planned as planned_by_us
 
 NAME = "model.layers.1.self_attn.v_proj.weight"

@@ -26,8 +26,7 @@ from tasks.weights.rounding import row_keys, unbiased
 from tasks.weights.write import write
 from tasks.weights.written import Executed
 from tests.conftest import PROJECT
-from tests.weights.making import state_of
-from tests.weights.rounding import in_order, rounded_alike
+from tests.weights.making import rounded_alike, state_of
 
 ROWS, COLUMNS, RANK = 96, 1031, 4
 NAMES = ("model.a.weight", "model.b.weight", "model.c.weight")
@@ -144,6 +143,19 @@ def test_python_without_asserts_writes_the_same_bytes(inputs: Path, tmp_path: Pa
     python = [sys.executable, "-O", "-c", OPTIMIZED]
     done = subprocess.run(python, input=job, cwd=PROJECT, stdout=subprocess.PIPE, check=True)
     assert pickle.loads(done.stdout) == wanted
+
+
+def in_order(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Return `b @ a` in fp32 by its definition: one fused multiply-add after the other.
+
+    A product of two fp32 numbers is exact in fp64. The sum is rounded there first, which shows in
+    one of 2^29 sums.
+    """
+    left, right = b.double(), a.double()
+    total = torch.zeros(len(b), a.shape[1])
+    for k in range(len(a)):
+        total = (left[:, k : k + 1] * right[k] + total).float()
+    return total
 
 
 def _words(tensor: torch.Tensor) -> np.ndarray:

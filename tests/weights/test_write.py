@@ -1,4 +1,4 @@
-"""Writing a plan gives torch's results for any workers and blocks; a failure leaves nothing."""
+"""Plans of tensors: invalid ones are refused, the others written as torch computes them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,134 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, ContractError
 from tasks.pipeline.artifact import Origin, open_artifact, publish, staging, verify
 from tasks.weights import plan as plans
 from tasks.weights import write as writing
 from tasks.weights.files.dtypes import ITEM_BITS
-from tasks.weights.files.reader import files_of, read_checkpoint, read_header
+from tasks.weights.files.reader import ADAPTER, files_of, read_checkpoint, read_header
 from tasks.weights.files.tensors import Tensors
-from tasks.weights.plan import Op, Plan, as_is
+from tasks.weights.plan import LowRank, Op, Plan, Rows, as_is, plan_findings, validate
 from tasks.weights.write import lay_out, out_file, write
-from tests.weights.making import state_of
-from tests.weights.plans import copied, expected, make_inputs, make_plan, tensors
-from tests.weights.rounding import rounded_alike
+from tests.weights.making import NF4, rounded_alike, state_of
 
 Inputs = dict[str, Tensors]
+WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
+SCALE = 1.7
+
+
+def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return a base and an adapter whose widths and heights no block size divides."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    base = {
+        "embed": draw(70, 24).bfloat16(),
+        "wide": draw(33, 1030).bfloat16(),
+        "tall": draw(1031, 24).bfloat16(),
+        "conv": draw(24, 72).bfloat16(),
+        "bias": draw(33).bfloat16(),
+        "norm": draw(24),
+        "fused": draw(3, 10, 24).bfloat16(),
+        "ids": torch.arange(7),
+        "dora": draw(33, 70).bfloat16(),
+        "stack": draw(3, 24, 16).bfloat16(),
+    }
+    adapter = {
+        "wide.A": draw(5, 1030).bfloat16(), "wide.B": draw(33, 5).bfloat16(),
+        "tall.A": draw(4, 24), "tall.B": draw(1031, 4),
+        "conv.A": draw(4, 24), "conv.B": draw(72, 4),
+        "rows": draw(2, 24),
+        "dora.A": draw(4, 70), "dora.B": draw(33, 4), "dora.m": draw(33).abs(),
+        "stack.A": draw(6, 16), "stack.B": draw(24, 6),
+    }  # fmt: skip
+    return base, adapter
+
+
+def make_inputs(root: Path, seed: int = 0) -> dict[str, Tensors]:
+    """Publish both as artifacts, so that their hashes are known; the base in two files."""
+    base, adapter = tensors(seed)
+    first = {name: base[name] for name in ("embed", "wide", "tall", "conv")}
+    second = {name: base[name] for name in base if name not in first}
+    files = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second}
+    with staging(root / "base") as work:
+        for file, contents in files.items():
+            save_file(contents, work / file)
+        index = {name: file for file, contents in files.items() for name in contents}
+        path = work / "model.safetensors.index.json"
+        path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        publish(work, root / "base", Origin("base", "test", "base"))
+    with staging(root / "adapter") as work:
+        save_file(adapter, work / "adapter_model.safetensors")
+        publish(work, root / "adapter", Origin("adapter", "test", "adapter"))
+    return {
+        "base": read_checkpoint(root / "base"),
+        "adapter": read_checkpoint(root / "adapter", ADAPTER),
+    }
+
+
+def pair(name: str, **settings: object) -> LowRank:
+    return LowRank(f"adapter:{name}.A", f"adapter:{name}.B", SCALE, **settings)
+
+
+def copied(name: str, tensor: torch.Tensor) -> Op:
+    word = WORDS[tensor.dtype]
+    return Op(name, tuple(tensor.shape), word, f"base:{name}", word)
+
+
+def make_plan(*, max_shard_bytes: int | None = 40_000) -> Plan:
+    """Return a plan with one operation of every kind."""
+    base, _ = tensors()
+    ops = {name: copied(name, tensor) for name, tensor in base.items()}
+
+    def changed(name: str, *terms: object) -> Op:
+        op = ops[name]
+        return Op(name, op.shape, op.dtype, op.source, op.source_dtype, terms=terms)
+
+    ops["wide"] = changed("wide", pair("wide"))
+    ops["tall"] = changed("tall", pair("tall"))
+    ops["conv"] = changed("conv", pair("conv", transpose=True))
+    ops["embed"] = changed("embed", Rows("adapter:rows", (0, 69)))
+    ops["dora"] = changed("dora", pair("dora", magnitude="adapter:dora.m"))
+    ops["stack"] = changed("stack", pair("stack", experts=3))
+    ops["norm"] = Op("norm", (24,), "BF16", "base:norm", "F32")
+    del ops["fused"]
+    for expert in range(3):
+        name = f"expert.{expert}"
+        turned = expert == 2
+        ops[name] = Op(
+            name, (24, 10) if turned else (10, 24), "BF16", "base:fused", "BF16",
+            start=expert * 240, transpose=turned,
+        )  # fmt: skip
+    return Plan(tuple(ops.values()), max_shard_bytes=max_shard_bytes)
+
+
+def expected() -> dict[str, torch.Tensor]:
+    """Return the plan's results, computed on full tensors by torch."""
+    base, adapter = tensors()
+    results = dict(base)
+    for name in ("wide", "tall", "conv"):
+        change = (adapter[f"{name}.B"].float() @ adapter[f"{name}.A"].float()) * SCALE
+        change = change.T if name == "conv" else change
+        results[name] = (base[name].float() + change).bfloat16()
+    results["embed"] = base["embed"].clone()
+    results["embed"][[0, 69]] = adapter["rows"].bfloat16()
+    wide = base["dora"].float() + (adapter["dora.B"] @ adapter["dora.A"]) * SCALE
+    factor = adapter["dora.m"] / torch.linalg.norm(wide, dim=1)
+    results["dora"] = (wide * factor[:, None]).bfloat16()
+    # In peft's layout every third column of B belongs to one expert.
+    parts = (adapter["stack.B"][:, e::3] @ adapter["stack.A"][2 * e :][:2] for e in range(3))
+    change = torch.stack(list(parts)) * SCALE
+    results["stack"] = (base["stack"].float() + change).bfloat16()
+    results["norm"] = base["norm"].bfloat16()
+    fused = results.pop("fused")
+    for expert in range(3):
+        results[f"expert.{expert}"] = fused[expert].T if expert == 2 else fused[expert]
+    return results
+
+
 LOOSE = {"dora", "stack"}
 """Tensors with norms or several experts, whose sums may be rounded otherwise."""
 
@@ -37,6 +151,71 @@ LOOSE = {"dora", "stack"}
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def _findings(plan: Plan, inputs: Inputs) -> list[str]:
+    return list(plan_findings(plan, inputs))
+
+
+def _with(which: str, **changes: object) -> Plan:
+    """Return the valid plan with one operation changed."""
+    plan = make_plan()
+    return replace(
+        plan, ops=tuple(replace(op, **changes) if op.name == which else op for op in plan.ops)
+    )
+
+
+CHANGES: list[tuple[str, dict[str, object], str]] = [
+    ("wide", {"source": "base:widee"}, "base has no widee"),
+    ("wide", {"source_dtype": "F16"}, "base:wide is BF16, planned as F16"),
+    ("wide", {"shape": (33, 1031)}, "BF16 [33, 1031]"),
+    ("wide", {"shape": (32, 1030)}, "elements 32960 to 33990"),
+    ("wide", {"shape": (0, 1030)}, "BF16 [0, 1030]"),
+    ("wide", {"name": "tall"}, "tall: planned 2 times"),
+    ("ids", {"dtype": "F32"}, "ids: I64"),
+    ("norm", {"dtype": "BF17"}, "norm: unknown dtype BF17"),
+    ("norm", {"transpose": True}, "norm: [24]"),
+    ("expert.1", {"start": 0}, "expert.0 and by expert.1"),
+    ("expert.2", {"start": 600}, "elements 600 to 840"),
+    ("wide", {"terms": ()}, "adapter:wide.A: BF16 [5, 1030]"),
+    ("ids", {"terms": (LowRank("adapter:tall.A", "adapter:tall.B", 1.0),)}, "ids: I64"),
+    ("tall", {"terms": (LowRank("adapter:gone", "adapter:tall.B", 1.0),)}, "adapter has no gone"),
+    ("tall", {"terms": (LowRank("base:ids", "adapter:tall.B", 1.0),)}, "base:ids: I64"),
+]
+# A base that is quantised as in training is covered as exactly as any other.
+CHANGES += [
+    (name, {**changes, "quantization": NF4}, thing)
+    for name, changes, thing in CHANGES
+    if name == "wide"
+]
+
+
+def test_operations_and_terms_that_do_not_fit_are_named(inputs) -> None:
+    assert _findings(make_plan(), inputs) == []
+    assert _findings(Plan(()), inputs)
+    plans = [(_with(name, **changes), thing) for name, changes, thing in CHANGES]
+    missed = []
+    for plan, thing in plans:
+        findings = _findings(plan, inputs)
+        if not any(thing in line for line in findings):
+            missed.append((thing, findings))
+    assert missed == []
+    several = _with("wide", source="base:none", terms=())
+    several = replace(several, ops=(*several.ops, several.ops[-1]))
+    with pytest.raises(ContractError) as caught:
+        validate(several, inputs)
+    for thing in ("expert.2", "base has no none", "base:wide", "adapter:wide.B"):
+        assert thing in caught.value.report()
+
+
+def test_an_unused_tensor_has_to_be_dropped_for_a_reason(inputs) -> None:
+    plan = make_plan()
+    without = replace(plan, ops=tuple(op for op in plan.ops if op.name != "ids"))
+    assert _findings(replace(without, dropped={"base:ids": "a buffer"}), inputs) == []
+    both = replace(plan, dropped={"base:ids": "a buffer"})
+    gone = replace(plan, dropped={"base:idss": "a buffer"})
+    for wrong, name in ((without, "base:ids"), (both, "base:ids"), (gone, "base:idss")):
+        assert [line.partition(": ")[0] for line in _findings(wrong, inputs)] == [name]
 
 
 def _wrong(out: Path) -> list[str]:

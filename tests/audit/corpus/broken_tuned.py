@@ -14,7 +14,7 @@ from tests.audit.corpus import Break, Broken, Corpus
 from tests.audit.corpus import breaking as by
 from tests.audit.corpus.breaking import ADAPTER, MODEL, Tensors
 from tests.audit.corpus.clean import PACKED
-from tests.weights.quantized.making import BITSANDBYTES
+from tests.weights.packing import BITSANDBYTES
 
 _CONFIG = "adapter_config.json"
 _TOKENIZER = "tokenizer_config.json"

@@ -12,10 +12,8 @@ import torch
 
 from tests.audit.corpus import Clean, Corpus
 from tests.audit.making import edit_json
-from tests.tiny import random_model, save_tokenizer
-from tests.weights.adapters.making import quiet, train
-from tests.weights.families.making import FAMILIES, load
-from tests.weights.making import ROWS, make_base
+from tests.tiny import FAMILIES, random_model, save_tokenizer
+from tests.weights.making import ROWS, load, make_base, quiet, train
 
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3}
 """Ids in the tokenizer of the tests: <|endoftext|> is 0, <|im_end|> 2, <|pad|> 3."""
@@ -65,7 +63,7 @@ def save_bin(corpus: Corpus, folder: Path) -> None:
 
 def save_nf4(corpus: Corpus, folder: Path) -> None:
     """Save a model packed in 4 bits by bitsandbytes."""
-    from tests.weights.quantized.making import pack
+    from tests.weights.packing import pack
 
     with quiet():
         pack(corpus.clean("llama"), folder)
@@ -74,7 +72,7 @@ def save_nf4(corpus: Corpus, folder: Path) -> None:
 
 def save_fp8(corpus: Corpus, folder: Path) -> None:
     """Save a model in fp8 with blocks of scales, as DeepSeek-V3 and Qwen3-FP8 are."""
-    from tests.weights.quantized.making import scale_fp8
+    from tests.weights.packing import scale_fp8
 
     folder.rmdir()
     scale_fp8(corpus.clean("llama"), folder, "deepseek")

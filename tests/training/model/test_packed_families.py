@@ -32,10 +32,10 @@ from tasks.training.tokens.order import Dealt, Totals
 from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.model_class import NO_SDPA, auto_class, language_class, other_towers
 from tests.settings import Settings
+from tests.tiny import FAMILIES
 from tests.training.datasets import alone, make_examples
 from tests.vision import FAMILIES as VISION
 from tests.vision import make_config
-from tests.weights.families.making import FAMILIES
 
 LENGTHS = [23, 9, 5, 40, 22, 1, 31]
 WINDOW = {"sliding_window": 8}

@@ -13,7 +13,7 @@ from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
 from tasks.weights.model import facts_of, model_facts, plain_model
 from tasks.weights.model_class import meta_model
-from tests.weights.families.making import FAMILIES
+from tests.tiny import FAMILIES
 
 RARE = [
     pytest.param(family, marks=pytest.mark.slow)

@@ -25,9 +25,8 @@ from tasks.weights.tokens.tokenizer import (
     require_bounded_template,
 )
 from tasks.weights.tokens.vocabulary import Vocabulary, vocabulary_of
-from tests.tiny import TEMPLATE, make_tokenizer, random_model, save_base, save_tokenizer
-from tests.weights.adapters.making import quiet, save, train
-from tests.weights.families.making import FAMILIES
+from tests.tiny import FAMILIES, TEMPLATE, make_tokenizer, random_model, save_base, save_tokenizer
+from tests.weights.making import quiet, save, train
 
 
 @pytest.fixture

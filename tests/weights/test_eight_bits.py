@@ -31,9 +31,8 @@ from tasks.weights.quantized.quantize import (
 from tasks.weights.quantized.source import read_base
 from tasks.weights.write import write
 from tasks.weights.written import Executed
-from tests.weights.families.making import load, save_base
-from tests.weights.making import make_base, state_of
-from tests.weights.quantized.making import FP8, decode_all, same, scale_fp8
+from tests.weights.making import load, make_base, save_base, state_of
+from tests.weights.packing import FP8, decode_all, same, scale_fp8
 
 BOTH = tuple(SCHEMES)
 

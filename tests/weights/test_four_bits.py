@@ -29,20 +29,21 @@ from tasks.weights.quantized.nf4 import (
 from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS, STATE
 from tasks.weights.quantized.source import read_base
 from tasks.weights.write import write
-from tests.tiny import random_model, save_tokenizer
-from tests.weights.families.making import FAMILIES, load, merged_by_peft
+from tests.tiny import FAMILIES, random_model, save_tokenizer
 from tests.weights.making import (
     NF4,
     Spread,
     failed,
     gathered,
+    load,
     measure_here,
     merged,
+    merged_by_peft,
     near_nf4,
     state_of,
     write_trained,
 )
-from tests.weights.quantized.making import decode_all, pack, restored, same, write_packed
+from tests.weights.packing import decode_all, pack, restored, same, write_packed
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors], Any]

@@ -17,19 +17,19 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tasks.core.errors import ContractError
-from tests.weights.adapters.making import save, train
-from tests.weights.families.making import (
-    FAMILIES,
-    SIZES,
-    Family,
+from tests.tiny import FAMILIES, Family
+from tests.tiny import FAMILY_SIZES as SIZES
+from tests.weights.making import (
     load,
     merge,
     merged_by_peft,
+    rounded_alike,
+    save,
     save_adapter,
     save_base,
+    state_of,
+    train,
 )
-from tests.weights.making import state_of
-from tests.weights.rounding import rounded_alike
 
 MIXTRAL, QWEN = ["w1", "w2", "w3"], ["gate_proj", "up_proj", "down_proj"]
 PATTERNS = {

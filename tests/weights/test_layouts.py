@@ -21,14 +21,16 @@ from tasks.weights.model import Model, model_facts
 from tasks.weights.plan import as_is, with_output
 from tasks.weights.shards import read_partitions
 from tasks.weights.write import write
-from tests.weights.families.making import (
+from tests.weights.making import (
+    Spread,
     load,
     merge,
     merged_by_peft,
     save_adapter,
     save_base,
+    state_of,
+    write_shards,
 )
-from tests.weights.making import Spread, state_of, write_shards
 
 Rename = Callable[[str], str]
 Change = Callable[[dict[str, Tensor]], None]

@@ -11,11 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import random_model, tiny
-from tests.weights.adapters.making import quiet, save, train
-from tests.weights.families.making import FAMILIES, load, merge, merged_by_peft
-from tests.weights.making import state_of
-from tests.weights.rounding import rounded_alike
+from tests.tiny import FAMILIES, random_model, tiny
+from tests.weights.making import (
+    load,
+    merge,
+    merged_by_peft,
+    quiet,
+    rounded_alike,
+    save,
+    state_of,
+    train,
+)
 
 Bases = Callable[[str], Path]
 

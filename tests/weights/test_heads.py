@@ -16,12 +16,9 @@ from tasks.weights.lora import read_adapter
 from tasks.weights.merge import Reward, plan_adapter
 from tasks.weights.write import write
 from tests.audit.making import edit_json
-from tests.weights.adapters.making import quiet, save, train
-from tests.weights.families.making import load
-from tests.weights.heads import making
-from tests.weights.heads.making import head_tensors, rewards, scores, serve
-from tests.weights.making import state_of
-from tests.weights.rounding import near
+from tests.weights import heads as making
+from tests.weights.heads import head_tensors, rewards, scores, serve
+from tests.weights.making import load, near, quiet, save, state_of, train
 
 
 def convert(folder: Path, out: Path) -> dict[str, object]:

@@ -17,8 +17,7 @@ from tasks.weights.write import write
 from tasks.weights.written import finite
 from tests.audit.making import edit_json
 from tests.tiny import SIZES, random_model, save_tokenizer, tiny
-from tests.weights.adapters.making import quiet
-from tests.weights.families.making import load
+from tests.weights.making import load, quiet
 
 HIDDEN, ROWS, PAD = SIZES["hidden_size"], 300, 3
 IDS = torch.randint(4, ROWS, (3, 9), generator=torch.Generator().manual_seed(5))

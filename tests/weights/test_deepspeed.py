@@ -17,7 +17,32 @@ from tasks.weights.files.dtypes import torch_dtype
 from tasks.weights.files.tensors import read_all
 from tasks.weights.zero import ZeroCheckpoint, read_zero
 from tests.audit.making import codes, errors
-from tests.weights.deepspeed.conftest import save_checkpoints
+from tests.commands import run_ranks
+
+
+def save_checkpoints(root: Path, world_size: int) -> Path:
+    """Save every case of `save_checkpoints.py` below `root`."""
+    run_ranks(
+        "tests.weights.save_checkpoints",
+        str(root),
+        log_path=root.with_suffix(".log"),
+        ranks=world_size,
+        TORCHDYNAMO_DISABLE="1",
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the checkpoints of two ranks, one folder per case."""
+    return save_checkpoints(tmp_path_factory.mktemp("zero") / "two", 2)
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Copy a case, to damage it."""
+    return lambda name: Path(shutil.copytree(saved / name, tmp_path / name))
+
 
 SAME_AS_DEEPSPEED = (
     "full-2", "round-robin", "full-3",

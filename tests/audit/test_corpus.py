@@ -20,6 +20,7 @@ from tests.audit.corpus import Broken, Corpus
 from tests.audit.corpus.broken_models import BROKEN_MODELS
 from tests.audit.corpus.broken_tuned import BROKEN_TUNED, export
 from tests.audit.corpus.clean import CLEAN, PACKED
+from tests.audit.corpus.harmless import HARMLESS
 from tests.audit.making import edit_json
 
 BROKEN = {**BROKEN_MODELS, **BROKEN_TUNED}
@@ -108,8 +109,10 @@ def faults_of(name: str, corpus: Corpus) -> list[str]:
     # Without a fault of its own the checkpoint is broken by the arguments of the audit.
     before = findings(corpus.clean(case.of)) if case.how is not None else set()
     known = {(finding.code, finding.found, finding.where) for finding in before}
-    added = {f.code for f in reported if (f.code, f.found, f.where) not in known}
-    if case.code not in added or "CANNOT_JUDGE" in added:
+    new = [each for each in reported if (each.code, each.found, each.where) not in known]
+    added = {each.code for each in new}
+    hits = {each.severity.value for each in new if each.code == case.code}
+    if not hits or case.severity not in {"", *hits} or "CANNOT_JUDGE" in added:
         wrong.append(f"{name}: {case.code} is not among {sorted(added)}")
     errors = {finding.code for finding in reported if finding.severity is Severity.ERROR}
     not_lora = "is not LORA" in " ".join(finding.found for finding in reported)  # peft serves it
@@ -122,6 +125,15 @@ def faults_of(name: str, corpus: Corpus) -> list[str]:
 def test_broken_checkpoints_have_the_finding_of_their_fault(rare: bool, corpus: Corpus) -> None:
     names = [name for name, case in BROKEN.items() if (case.of in RARE) is rare]
     assert [fault for name in names for fault in faults_of(name, corpus)] == []
+
+
+def test_harmless_differences_have_no_finding(corpus: Corpus) -> None:
+    wrong = []
+    for name, case in HARMLESS.items():
+        report = audit(corpus.broken(case), base=corpus.base_for(case), values=case.values)
+        absent = [e for e in report.findings if e.code == case.code] if case.code else report.errors
+        wrong += [(name, finding.code, finding.found) for finding in absent]
+    assert wrong == []
 
 
 def codes(folder: Path, base: Path | None = None) -> set[str]:

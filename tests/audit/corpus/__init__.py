@@ -42,6 +42,7 @@ class Broken:
         base: name of the clean model for `base=`; "" for none, "-" for that of the clean one.
         values: True if only data shows the fault.
         adapter: name of the clean adapter for `adapter=`; "" for none.
+        severity: that of the finding; "" where it does not matter.
     """
 
     code: str
@@ -50,6 +51,7 @@ class Broken:
     base: str = "-"
     values: bool = False
     adapter: str = ""
+    severity: str = ""
 
 
 @dataclass

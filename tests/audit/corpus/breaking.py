@@ -19,6 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def tensors(edit: Callable[[Tensors], object], name: str = MODEL) -> Break:
@@ -139,6 +140,11 @@ padded = both(tokenizer(_one_more), edited("tokenizer_config.json", pad_token="[
 def put(key: str, make: Callable[[Tensors], torch.Tensor], name: str = MODEL) -> Break:
     """Add a tensor that is made from the others."""
     return tensors(lambda weights: weights.update({key: make(weights)}), name)
+
+
+def save_head(folder: Path, name: str = "value_head.safetensors") -> None:
+    """Save a value head in a file of its own."""
+    save_file({"v_head.summary.weight": torch.randn(1, 32)}, folder / name)
 
 
 def state(name: str, make: Callable[[], Any]) -> Break:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
-from tests.audit.corpus import Broken, Corpus
+from tests.audit.corpus import Break, Broken, Corpus
 from tests.audit.corpus import breaking as by
-from tests.audit.corpus.breaking import MODEL, Tensors
+from tests.audit.corpus.breaking import INDEX, MODEL, Tensors
+from tests.audit.making import edit_json
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _value_head(folder: Path, _: Corpus) -> None:
-    save_file({"v_head.summary.weight": torch.randn(1, 32)}, folder / "value_head.safetensors")
+    by.save_head(folder)
 
 
 def _value_head_bin(folder: Path, _: Corpus) -> None:
@@ -46,6 +48,27 @@ def _tensor_gone(folder: Path, corpus: Corpus) -> None:
     """Remove a tensor from its shard, but not from the index."""
     name = next(folder.glob("model-00002*")).name
     by.tensors(lambda weights: weights.pop(next(iter(weights))), name)(folder, corpus)
+
+
+def _one_tensor_twice(folder: Path, corpus: Corpus) -> None:
+    first, second = sorted(folder.glob("model-0000[12]*"))
+    name, tensor = next(iter(load_file(second).items()))
+    by.tensors(lambda weights: weights.update({name: tensor}), first.name)(folder, corpus)
+
+
+def _no_index_and_a_shard_gone(folder: Path, corpus: Corpus) -> None:
+    (folder / INDEX).unlink()
+    _shard_gone(folder, corpus)
+
+
+def _index(change: Callable[[dict[str, str]], dict[str, str]]) -> Break:
+    """Change the table of an index."""
+
+    def how(folder: Path, _: Corpus) -> None:
+        table = json.loads((folder / INDEX).read_text())["weight_map"]
+        edit_json(folder / INDEX, weight_map=change(table))
+
+    return how
 
 
 def _fused(weights: Tensors) -> None:
@@ -99,6 +122,10 @@ def _nan(weights: Tensors) -> None:
     weights["model.norm.weight"][0] = float("nan")
 
 
+def _constant_row(weights: Tensors) -> None:
+    weights["model.layers.1.mlp.up_proj.weight"][5] = 0.25
+
+
 def _dead(weights: Tensors) -> None:
     weights[_EMBEDDING][250:] = 0
 
@@ -128,6 +155,35 @@ BROKEN_MODELS: dict[str, Broken] = {
     "shard gone": Broken("INDEX_WRONG", "sharded", _shard_gone),
     "index of more than was written": Broken("INDEX_WRONG", "sharded", _tensor_gone),
     "nothing exported": Broken("FILE_MISSING", "qwen2", by.removed(MODEL)),
+    "a tensor that the index does not name": Broken(
+        "INDEX_WRONG", "sharded",
+        _index(lambda table: {k: v for k, v in table.items() if k != _EMBEDDING}),
+        severity="error"),
+    "a tensor in two files": Broken("INDEX_WRONG", "sharded", _one_tensor_twice, severity="error"),
+    "an index that is none": Broken(
+        "INDEX_WRONG", "sharded", by.written(INDEX, '{"weight_map": 3}'), severity="error"),
+    "an index that leads out of the folder": Broken(
+        "UNSAFE_FILE", "sharded",
+        _index(lambda table: {**table, _EMBEDDING: "../other/model.safetensors"}),
+        severity="error"),
+    "no index and a shard gone": Broken(
+        "INDEX_WRONG", "sharded", _no_index_and_a_shard_gone, severity="error"),
+    "a single file beside an index": Broken(
+        "INDEX_WRONG", "sharded", by.copied("qwen2", MODEL), severity="warning"),
+    "a consolidated file, the only one that vLLM reads": Broken(
+        "STRAY_WEIGHT_FILE", "sharded",
+        lambda folder, _: by.save_head(folder, "consolidated.safetensors"), severity="error"),
+    "no configuration": Broken(
+        "FILE_MISSING", "qwen2", by.removed("config.json"), severity="error"),
+    "a pointer of git LFS": Broken(
+        "BAD_HEADER", "qwen2",
+        by.written(MODEL, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
+        severity="error"),
+    **{
+        f"a damaged {name}": Broken(
+            "JSON_UNREADABLE", "qwen2", by.written(name, "{"), severity="error")
+        for name in ("processor_config.json", "preprocessor_config.json", "chat_template.json")
+    },
     "final norm not exported": Broken("TENSOR_MISSING", "qwen2", by.dropped("model.norm.weight")),
     "raw state dict": Broken(
         "FOREIGN_FORMAT", "mixtral",
@@ -146,6 +202,12 @@ BROKEN_MODELS: dict[str, Broken] = {
     "never normalised": Broken(
         "HEAD_NORMALISATION", "reward",
         by.edited(architectures=["RewardModel"], value_head_prefix="score")),
+    "a critic of OpenRLHF": Broken(
+        "HEAD_UNUSABLE", "reward", by.edited(architectures=["CriticModel"]), severity="error"),
+    "an empty head": Broken(
+        "EMPTY_TENSOR", "reward", by.emptied("score", name=MODEL), severity="error"),
+    "a head that cannot score": Broken(
+        "HEAD_UNUSABLE", "reward", by.emptied("score", name=MODEL), severity="error"),
     # Keys
     "base_layer left by a merge": Broken(
         "PEFT_RESIDUE", "qwen2", by.renamed(lambda k: k.replace("q_proj.", "q_proj.base_layer."))),
@@ -188,6 +250,8 @@ BROKEN_MODELS: dict[str, Broken] = {
     "[PAD] added, nothing resized": Broken("TOKENIZER_ROWS", "llama", by.padded),
     "reserved tokens never trained": Broken(
         "CONSTANT_ROWS", "llama", by.tensors(_dead), values=True),
+    "a constant row": Broken(
+        "CONSTANT_ROWS", "llama", by.tensors(_constant_row), values=True, severity="warning"),
     "not a number": Broken("NOT_FINITE", "llama", by.tensors(_nan), values=True),
     # Words
     "EOS of the base in both configurations": Broken(

@@ -18,6 +18,7 @@ from tests.weights.packing import BITSANDBYTES
 
 _CONFIG = "adapter_config.json"
 _TOKENIZER = "tokenizer_config.json"
+_OPENRLHF = {"base_model_class": "RewardModel", "parent_library": "openrlhf.models.model"}
 
 
 def _no_tensors(folder: Path, _: Corpus) -> None:
@@ -196,6 +197,9 @@ BROKEN_TUNED: dict[str, Broken] = {
         "HEAD_MISSING", "reward-lora", by.tensors(_head_by_lora, ADAPTER), base=""),
     "the head left at its random start": Broken(
         "HEAD_MISSING", "reward-lora", by.dropped("score", name=ADAPTER), base=""),
+    "a reward adapter of OpenRLHF without its head": Broken(
+        "HEAD_MISSING", "lora", by.edited(_CONFIG, task_type=None, auto_mapping=_OPENRLHF),
+        base="", severity="error"),
     # Settings
     "not LoRA": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, peft_type="IA3")),
     "no rank": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, r=0)),

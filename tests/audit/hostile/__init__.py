@@ -1,1 +1,0 @@
-"""Hostile files, and the scanner that finds what loading them would run."""

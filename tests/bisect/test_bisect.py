@@ -1,4 +1,4 @@
-"""`flows/bisect.py`: it finds the module in which two models part, and takes no noise for one."""
+"""`plumbline bisect` finds the module in which two models part, and takes no noise for one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,109 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.bisect.report import REDO
+from tasks.bisect.calls import places
+from tasks.bisect.folders import compare_folders
+from tasks.bisect.report import REDO, Report
 from tasks.bisect.run import Options, bisect
+from tasks.bisect.tensors import compare
 from tasks.evaluation.scoring import ModelRef
 from tests.audit.making import edit_json
-from tests.bisect.planting import FAMILIES, IDS, KINDS, examine, make, plant, quantised
 from tests.commands import command, environment
-from tests.tiny import make_tokenizer
+from tests.tiny import make_tokenizer, tiny
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "LlamaForCausalLM", {"num_hidden_layers": 4}),
+    "qwen2": ("Qwen2", "Qwen2ForCausalLM", {"num_hidden_layers": 4, "tie_word_embeddings": False}),
+    "gpt2": ("GPT2", "GPT2LMHeadModel", {"num_hidden_layers": 3}),
+    "mixtral": ("Mixtral", "MixtralForCausalLM", {"num_hidden_layers": 3, "num_local_experts": 4}),
+}
+"""Configuration, class and changes: plain, with biases, tied with fused layers, with experts."""
+IDS = [random.Random(seed).choices(range(3, 96), k=20) for seed in range(4)]
+KINDS = ("other", "transposed", "scaled", "zero", "swapped")
+
+
+def make(family: str, seed: int, *, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    """Return a model whose layers all matter, unlike fresh ones."""
+    import transformers
+
+    config, kind, own = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = getattr(transformers, kind)(tiny(config, **{**own, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                fan_in = parameter.shape[-2 if family == "gpt2" and ".h." in name else -1]
+                parameter.normal_(std=1.5 / fan_in**0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(dtype)
+
+
+def plant(model: Any, other: Any, kind: str, chooser: random.Random) -> tuple[str, str]:
+    """Plant a fault in a random tensor. Returns the names of its module and of the tensor.
+
+    Args:
+        model: gets the fault.
+        other: another model of the same shapes.
+        kind: one of `KINDS`.
+        chooser: chooses the tensor.
+    """
+    tensors = [
+        (place, name, parameter)
+        for place, module in places(model).items()
+        for name, parameter in module.named_parameters(recurse=False)
+        if _suits(kind, place, parameter)
+    ]
+    place, name, parameter = chooser.choice(tensors)
+    with torch.no_grad():
+        if kind == "other":
+            parameter.copy_(places(other)[place].get_parameter(name))
+        elif kind == "transposed":
+            parameter.copy_(parameter.T.clone())
+        elif kind == "scaled":
+            parameter.mul_(chooser.choice((0.5, 1.5, 2.0)))
+        elif kind == "zero":
+            parameter.zero_()
+        else:
+            heads = list(parameter.reshape(-1, 8, parameter.shape[-1]).unbind(0))
+            parameter.copy_(torch.cat([*heads[1:], heads[0]]))
+    return place, name
+
+
+def _suits(kind: str, place: str, parameter: Any) -> bool:
+    if kind == "transposed":
+        return parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]
+    if kind == "swapped":
+        return place.endswith(("q_proj", "k_proj", "v_proj")) and parameter.dim() == 2
+    return parameter.dim() > 1 or kind != "scaled"
+
+
+def quantised(value: torch.Tensor, bits: str, block: int) -> torch.Tensor:
+    """Round to a format with one scale for `block` numbers of a row."""
+    parts = value.reshape(-1, block)
+    top = parts.abs().amax(1, keepdim=True)
+    if bits == "fp8":
+        rounded = (parts / top * 448).to(torch.float8_e4m3fn).float() * top / 448
+    else:
+        most = 127 if bits == "int8" else 7
+        rounded = (parts / top * most).round() * top / most
+    return rounded.reshape(value.shape)
+
+
+def examine(
+    a: Path,
+    b: Path,
+    *,
+    dtypes: tuple[str, str] = ("bfloat16", "bfloat16"),
+    adapter: Path | None = None,
+) -> Report:
+    """Bisect two folders in this process, on `IDS`; `adapter` lies on top of a."""
+    first = ModelRef(a, adapter, dtype=dtypes[0], device="cpu")
+    second = ModelRef(b, dtype=dtypes[1], device="cpu")
+    report = compare_folders(first, second, Options(ids=IDS), None)
+    assert report.text()
+    return report
+
 
 Save = Callable[..., Path]
 SERVED = {"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -228,3 +324,62 @@ def test_command(save: Save, tmp_path: Path) -> None:
     assert all(thing in text for thing in (f"{tmp_path}/none", "config.json", "out"))
     status, text = run(f"a={a}", f"b={save(make('qwen2', 1))}")
     assert (status, f"vocab_size {size} and 96" in text) == (2, True)
+
+
+ROUNDING = 1.66e-3
+"""Root mean square of bfloat16's rounding errors, relative to the numbers."""
+
+
+def weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Return a matrix whose rows and columns have different sizes, as trained ones have."""
+    torch.manual_seed(seed)
+    sizes = torch.exp(0.5 * torch.randn(rows, 1) + 0.3 * torch.randn(1, columns))
+    return torch.randn(rows, columns) / columns**0.5 * sizes
+
+
+def change_of_rank(like: torch.Tensor, rank: int, size: float) -> torch.Tensor:
+    """Return a change of low rank, `size` times as long as the weight."""
+    change = torch.randn(like.shape[0], rank) @ torch.randn(rank, like.shape[1])
+    return change * (size * like.float().norm() / change.norm())
+
+
+@pytest.mark.parametrize(("shape", "seed"), [((128, 128), 0), ((256, 128), 1), ((512, 1024), 0)])
+def test_rounding_is_rounding(shape: tuple[int, int], seed: int) -> None:
+    fine = weight(*shape, seed)
+    stored = fine.bfloat16()
+    change = change_of_rank(stored, 8, 0.05)
+    merged = (stored.float() + change).bfloat16()
+    pairs = {
+        "cast": (fine, stored),
+        "half": (fine, fine.half()),
+        "upcast": (stored, fine),
+        "merged in bfloat16": (merged, stored + change.bfloat16()),
+        "int8": (fine, quantised(fine, "int8", shape[1])),
+        "int8 in bfloat16": (stored, quantised(stored.float(), "int8", shape[1]).bfloat16()),
+        "fp8": (stored, quantised(stored.float(), "fp8", shape[1]).bfloat16()),
+        "int4": (stored, quantised(stored.float(), "int4", 128).bfloat16()),
+    }
+    wrong = [name for name, (a, b) in pairs.items() if compare(name, a, b).different]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("equal", [200, 500])
+def test_equal_rows_are_one(equal: int) -> None:
+    """Tokens that were added share one embedding, and so their rounding errors."""
+    fine = weight(512, 256)
+    fine[-equal:] = fine[0]
+    assert compare("embedding", fine, fine.bfloat16()).rounding == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("side", "rank", "size"), [(256, 4, 0.3), (256, 16, 0.5), (1024, 16, 0.1), (1024, 16, 2.4)]
+)
+def test_a_change_below_a_step_is_no_rounding(side: int, rank: int, size: float) -> None:
+    """An adapter of `size` rounding errors, merged into bfloat16 or left out there.
+
+    The largest could be taken for eight bits.
+    """
+    stored = weight(side, side).bfloat16()
+    merged = (stored.float() + change_of_rank(stored, rank, size * ROUNDING)).bfloat16()
+    for a, b in ((stored, merged), (merged, stored)):
+        assert compare("q_proj", a, b).different

@@ -1,8 +1,10 @@
 """Train a tiny model or adapter with FSDP2 on all ranks, and save it as a distributed checkpoint.
 
     python -m tests.delivery.save_distributed BASE OUT [lora] [accelerate]
+    python -m tests.delivery.save_distributed BASE OUT witness
 
-Writes `OUT/checkpoint` and, gathered by torch, what is in memory: `OUT/live.safetensors`.
+Writes `OUT/checkpoint` and, gathered by torch, what is in memory: `OUT/live.safetensors`; with
+`witness` a record of the sharded model before any step.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def main(base: Path, out: Path, *words: str) -> None:
     from torch.distributed import checkpoint
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tasks.witness.plumbline_witness import witness
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -58,6 +62,10 @@ def main(base: Path, out: Path, *words: str) -> None:
     for layer in (model.get_base_model() if "lora" in words else model).model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if "witness" in words:
+        witness(model, AutoTokenizer.from_pretrained(base), str(out))
+        dist.destroy_process_group()
+        return
     optimizer = take_step(model)
     if "accelerate" in words:  # as Trainer does, which saves of a PEFT model the adapter alone
         from accelerate import Accelerator, FullyShardedDataParallelPlugin

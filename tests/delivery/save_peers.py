@@ -1,4 +1,4 @@
-"""Save checkpoints with verl's and OpenRLHF's own code; their trainers need CUDA.
+"""Save checkpoints with verl's and OpenRLHF's own code, whose trainers need CUDA, and old peft's.
 
 Run in their environments (peers.sh):
 verl: FSDPCheckpointManager writes a LoRA actor under FSDP2 on gloo.
@@ -7,6 +7,7 @@ Both record the live policy with plumbline_witness, as its README says for a loo
 
     torchrun --nproc-per-node 2 save_peers.py verl BASE OUT
     python save_peers.py openrlhf BASE OUT reward|critic|actor
+    python save_peers.py peft BASE OUT
 """
 
 from __future__ import annotations
@@ -72,6 +73,30 @@ def save_openrlhf(base: str, out: str, kind: str) -> None:
         record(model.model, tokenizer, out)
 
 
+PEFT: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": "all-linear"},
+    "rslora": {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"q_proj": 3}},
+    "dora": {"target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "saved": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"], "alpha_pattern": {"q_proj": 2}},
+}
+
+
+def save_peft(base: str, out: str) -> None:
+    """Save one adapter of each kind, and this peft's own merge in float32 as `NAME/merged`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    for name, settings in PEFT.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_pretrained(base, torch_dtype=torch.float32)
+        config = LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **settings)
+        wrapped = get_peft_model(model, config)
+        _move(wrapped)
+        wrapped.save_pretrained(f"{out}/{name}")
+        wrapped.merge_and_unload().save_pretrained(f"{out}/{name}/merged")
+
+
 def record(model: Any, tokenizer: Any, out: str) -> None:
     """Record the live model, if the package is on the path."""
     try:
@@ -83,10 +108,10 @@ def record(model: Any, tokenizer: Any, out: str) -> None:
 
 def _move(model: Any) -> None:
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
 if __name__ == "__main__":
-    {"verl": save_verl, "openrlhf": save_openrlhf}[sys.argv[1]](*sys.argv[2:])
+    {"verl": save_verl, "openrlhf": save_openrlhf, "peft": save_peft}[sys.argv[1]](*sys.argv[2:])

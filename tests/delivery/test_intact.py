@@ -1,4 +1,4 @@
-"""Altered artifacts and foreign side files are refused, even with the old mtime."""
+"""Altered artifacts and foreign side files are refused; a killed delivery leaves OUT whole."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.private import UMASK, stay_private
 from tasks.delivery.base import folder_identity
+from tasks.delivery.folders import put
 from tasks.delivery.tokens import find_tokens
-from tasks.pipeline.artifact import Origin, publish, staging
+from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, staging, verify
 from tasks.rl.reward_model import model_digest
 from tasks.weights.files.folder import foreign_entries
 from tasks.weights.files.reader import read_header
 from tests.delivery.conftest import Done
+from tests.killing import kills
 from tests.weights.making import Spread, trained_model
 
 Run = Callable[..., Done]
@@ -163,3 +168,30 @@ def test_weights_of_a_base_artifact_may_be_links(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in foreign_entries(source)] == ["vocab.txt"]
     (source / "manifest.json").write_text(json.dumps({**manifest, "kind": "served"}))
     assert len(foreign_entries(source)) == 2
+
+
+def test_killed_at_any_change_of_the_disk_out_is_the_old_delivery_or_the_new(tmp_path) -> None:
+    out, visible = tmp_path / "there" / "out", set()
+    stay_private()  # as every command
+
+    def served(name: str) -> Artifact:
+        with staging(tmp_path / name) as work:
+            save_file({"w": torch.full((2,), len(name))}, work / "model.safetensors")
+            (work / "config.json").write_text(name)
+            return publish(work, tmp_path / name, Origin("served", "convert", name))
+
+    old, new = served("old"), served("newer")
+    put(old, out, "# Card")
+    for _ in kills(lambda: put(new, out, "# Card")):
+        if out.exists():
+            artifact = open_artifact(out)
+            assert verify(artifact) == []
+            visible.add(artifact.digest)
+        put(new, out, "# Card")
+        assert verify(open_artifact(out)) == []
+        put(old, out, "# Card")
+        assert list(out.parent.iterdir()) == [out]
+    assert visible == {old.digest, new.digest}
+    mode = 0o666 & ~int(os.environ[UMASK], 8)  # other users may serve it
+    assert (out / "manifest.json").stat().st_mode & 0o777 == mode
+    assert (new.path / "manifest.json").stat().st_mode & 0o077 == 0

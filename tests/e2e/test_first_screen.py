@@ -15,8 +15,7 @@ from benchmarks.verify import mixed
 from tasks.drift.fingerprint import drift
 from tests.commands import command, summary_of
 from tests.verify.serving import Running, free_port, started
-from tests.witness.conftest import Trained, load, make_base, of_files, train
-from tests.witness.served import deliver, verify
+from tests.witness.conftest import Trained, deliver, load, make_base, of_files, train, verify
 
 pytestmark = pytest.mark.timeout(1500)
 OTHER_TEMPLATE = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"

@@ -13,7 +13,7 @@ from tests.e2e.conftest import Run
 from tests.e2e.test_chain import STAGES, check_chain
 from tests.e2e.test_first_screen import OTHER_TEMPLATE
 from tests.verify.serving import free_port, serve, started
-from tests.witness.served import deliver, verify
+from tests.witness.conftest import deliver, verify
 
 pytestmark = pytest.mark.timeout(3600)
 

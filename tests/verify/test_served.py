@@ -20,8 +20,7 @@ from tests.audit.making import edit_json
 from tests.commands import tracked_run
 from tests.verify.serving import Running, serve
 from tests.verify.test_reference import TOOLS
-from tests.witness.conftest import train
-from tests.witness.served import verify
+from tests.witness.conftest import train, verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 Verified = tuple[int, dict[str, Any]]

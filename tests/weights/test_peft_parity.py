@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.delivery.peers import SAVER, run_peer
+from tests.delivery.save_peers import PEFT
 from tests.tiny import FAMILIES, random_model, tiny
 from tests.weights.making import (
     load,
@@ -212,3 +214,21 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     assert sum(bool(op.terms) for op in plan.ops) > len(ours) / 4
     assert not [key for key, tensor in theirs.items() if not rounded_alike(ours[key], tensor)]
     load(tmp_path / "out")
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("peer", ["peft011", "peft015"])
+def test_an_adapter_of_an_older_peft_is_merged_as_by_it_and_by_the_newest(
+    peer: str, bases: Bases, tmp_path: Path
+) -> None:
+    """`PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh "peft011 peft015"` makes them."""
+    base = bases("llama")
+    run_peer(peer, str(SAVER), "peft", str(base), str(tmp_path), cwd=tmp_path / "work")
+    for name in PEFT:
+        adapter, out = tmp_path / name, tmp_path / f"{name} out"
+        merge(base, adapter, out)
+        _compare(out, merged_by_peft(base, adapter), base)
+        theirs = {key: tensor.bfloat16() for key, tensor in state_of(adapter / "merged").items()}
+        ours = state_of(out)
+        assert set(ours) == set(theirs)
+        assert not [key for key in ours if not rounded_alike(ours[key], theirs[key])], name

@@ -12,8 +12,7 @@ from tasks.core.errors import ArtifactError
 from tasks.drift.witness import find_witness
 from tasks.pipeline.artifact import read_manifest
 from tests.commands import summary_of
-from tests.witness.conftest import train
-from tests.witness.served import deliver
+from tests.witness.conftest import deliver, train
 
 
 @pytest.mark.slow

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from tests.delivery.peers import SAVER, make_place, run_peer, train_llamafactory, train_swift
-from tests.witness.conftest import SCRIPT
-from tests.witness.served import assert_delivered, assert_served
+from tests.witness.conftest import SCRIPT, assert_delivered, assert_served
 
 pytestmark = [
     pytest.mark.peers,

@@ -83,7 +83,8 @@ def test_training_goes_on_as_without_it(base: Path, tmp_path: Path) -> None:
 def test_a_model_that_fsdp_has_sharded(base: Path, tmp_path: Path) -> None:
     from tests.commands import run_ranks
 
-    run_ranks("tests.witness.fsdp_program", str(base), str(tmp_path), log_path=tmp_path / "log")
+    words = (str(base), str(tmp_path), "witness")
+    run_ranks("tests.delivery.save_distributed", *words, log_path=tmp_path / "log")
     trained = Trained(tmp_path)
     assert of_files(load(base, base), trained.fingerprint()).mean_kl < 1e-6
 

@@ -51,14 +51,14 @@ if settings is not None:
     settings.register_profile("plumbline", deadline=None)
     settings.load_profile("plumbline")
 
-TOGETHER = ("training", "serving", "weights", "witness")
+TOGETHER = ("training", "serving", "witness")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder.
 
 A folder in such a folder is a group of its own.
 """
 LONGEST = (
     "tests/e2e/test_chain.py", "tests/e2e/test_first_screen.py", "tests/delivery/test_sources.py",
-    *(f"tests/{name}/" for name in TOGETHER),
+    "tests/weights/", *(f"tests/{name}/" for name in TOGETHER),
 )  # fmt: skip
 """Files and folders to start first, so that nothing waits for them at the end."""
 

@@ -39,8 +39,6 @@ MANY = [*TARGETS, *(f"elsewhere.{number}" for number in range(300))]
 ADAPTERS: dict[str, tuple[Arrays, dict[str, Any], set[str]]] = {
     # Tensors, settings, and all errors
     "it fits": (ALL, {}, set()),
-    "inputs of another size": (NARROW, {}, {"ADAPTER_NO_MERGE"}),
-    "a layer lost": (LAYER_0, {}, {"ADAPTER_NO_MERGE"}),
     "a layer left out": (LAYER_0, {"layers_to_transform": [0]}, set()),
     "modules left out": (
         LAYER_0, {"exclude_modules": [name.removeprefix("model.") for name in TARGETS[2:]]}, set()
@@ -65,14 +63,14 @@ def test_adapters_beside_their_base(tmp_path: Path) -> None:
 
 
 BASE_NAMES = {
-    # Folder of the base, name in the adapter: severity and code
+    # Folder of the base, name in the adapter: severity
     ("models--elsewhere--tiny/snapshots/0a1b", "elsewhere/tiny"): None,
     ("tiny", "elsewhere/tiny"): None,
     ("Tiny", "elsewhere/tiny"): None,
-    ("tiny", "org/tiny-bnb-4bit"): ("WRONG_BASE", "warning"),
-    ("small", "elsewhere/tiny"): ("WRONG_BASE", "warning"),
-    ("tiny-chat", "elsewhere/tiny"): ("WRONG_BASE", "error"),
-    ("tiny", "org/tiny-instruct"): ("WRONG_BASE", "error"),
+    ("tiny", "org/tiny-bnb-4bit"): "warning",
+    ("small", "elsewhere/tiny"): "warning",
+    ("tiny-chat", "elsewhere/tiny"): "error",
+    ("tiny", "org/tiny-instruct"): "error",
 }
 
 
@@ -81,8 +79,7 @@ def test_the_name_of_a_base(tmp_path: Path) -> None:
         base = make_model(tmp_path / str(number) / folder)
         adapter = make_adapter(tmp_path / f"adapter-{number}", base_model_name_or_path=name)
         reported = codes(adapter, base=base)
-        named = [(c, s) for c, s in reported.items() if c in ("WRONG_BASE", "WRONG_BASE")]
-        assert named == ([expected] if expected else []), (folder, name)
+        assert reported.get("WRONG_BASE") == expected, (folder, name)
 
 
 def test_a_base_path_in_the_adapter(tmp_path: Path) -> None:
@@ -159,17 +156,15 @@ def test_values_of_a_base(tmp_path: Path) -> None:
                 require_base(folder, values=values)
 
 
-def test_norms_and_directions(tmp_path: Path) -> None:
+def test_a_training_that_moved_norms_is_no_error(tmp_path: Path) -> None:
     base, rng = make_model(tmp_path / "base"), np.random.default_rng(1)
-    noisy = {
+    trained = {
         k: a + 0.1 * rng.standard_normal(a.shape, np.float32) if a.ndim > 1 else 9 * a
         for k, a in tensors().items()
     }
+    assert errors(codes(make_model(tmp_path / "trained", trained), base=base)) == set()
     raw = {k: a * (300 if "q_proj" in k else 1) for k, a in tensors().items()}
-    cases = {"trained": (noisy, set()), "raw": (raw, {"NORM_DIFFERS"}),
-             "other": (tensors(seed=1), {"WRONG_BASE"})}  # fmt: skip
-    for name, (arrays, expected) in cases.items():
-        assert errors(codes(make_model(tmp_path / name, arrays), base=base)) == expected
+    assert errors(codes(make_model(tmp_path / "raw", raw), base=base)) == {"NORM_DIFFERS"}
 
 
 def test_a_reference_depends_on_its_context() -> None:
@@ -210,7 +205,7 @@ def test_settings_that_change_nothing_give_no_finding(tmp_path: Path) -> None:
     )):  # fmt: skip
         root = merge(tmp_path / str(number), rope_theta=1e6)
         edit_json(root / "config.json", **changes)
-        assert not {"CONFIG_CHANGED"} & set(codes(root, base=base)), changes
+        assert "CONFIG_CHANGED" not in codes(root, base=base), changes
 
 
 def test_a_tokenizer_class_that_is_not_the_bases(tmp_path: Path) -> None:

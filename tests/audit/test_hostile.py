@@ -139,17 +139,6 @@ def test_the_audit_stays_within_its_limits(make: Callable[[Path], None], tmp_pat
     assert examined(root)
 
 
-def test_a_state_dict_inside_a_trainers_checkpoint(tmp_path: Path) -> None:
-    import torch
-
-    root = make_model(tmp_path / "it")
-    (root / "model.safetensors").unlink()
-    state = {name: torch.from_numpy(array) for name, array in tensors().items()}
-    torch.save({"module": state, "epoch": 3, "optimizer": {}}, root / "pytorch_model.bin")
-    (finding,) = audit(root).errors
-    assert (finding.code, "'module'" in finding.found) == ("BAD_HEADER", True)
-
-
 AUDIT_HOOKED = """
 import json, pickle, sys
 from pathlib import Path

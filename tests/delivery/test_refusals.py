@@ -21,64 +21,64 @@ Run = Callable[..., Done]
 BASE = "merge.base=original"
 
 
-class TestAModelThatEqualsItsBase:
+def test_a_model_that_equals_its_base_is_refused(here, base, adapter, tmp_path) -> None:
     """verl's merger leaves the base's weights beside `lora_adapter/` (verl #7285)."""
-
-    def test_is_refused_where_the_base_is_known(self, here, base, adapter, tmp_path) -> None:
-        merged = Path(shutil.copytree(base, tmp_path / "merged"))
-        shutil.copytree(adapter, merged / "lora_adapter")
-        text = here(f"source={merged}", f"base={base}", code=2).output
-        assert f"base={base}" in text
-        assert str(merged / "lora_adapter") in text
+    merged = Path(shutil.copytree(base, tmp_path / "merged"))
+    shutil.copytree(adapter, merged / "lora_adapter")
+    text = here(f"source={merged}", f"base={base}", code=2).output
+    assert f"base={base}" in text
+    assert str(merged / "lora_adapter") in text
 
 
-class TestTheBase:
-    def test_of_the_same_shape_is_another_model(
-        self, here: Run, adapter: Path, shards: Path, base: Path, other: Path, place: Path
-    ) -> None:
-        """By its folder's name, or by the digest that our training recorded."""
-        refused = here(f"source={adapter}", f"base={other}", code=2)
-        assert "wrong base" in refused.output
-        assert str(base) in refused.output
-        refused = here(f"source={shards}", f"base={place / 'made-other'}", code=2)
-        assert "wrong base" in refused.output
-        override = (BASE, "check_base=false", "plan=true")
-        assert "warning: " in here(f"source={adapter}", f"base={other}", *override).output
-
-    def test_of_another_name_than_recorded(self, here, adapter, other, tmp_path) -> None:
-        source = Path(shutil.copytree(adapter, tmp_path / "renamed"))
-        edit_json(source / "adapter_config.json", base_model_name_or_path="somebody/tiny-qwen")
-        assert "somebody/tiny-qwen" in here(f"source={source}", f"base={other}", code=2).output
-        assert "base=<folder of the base model>" in here(f"source={source}", code=2).output
-
-    def test_with_a_link_to_a_secret(self, here, adapter, base, tmp_path) -> None:
-        source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
-        (source / "vocab.env").symlink_to("/proc/self/environ")
-        assert "UNSAFE_FILE vocab.env" in here(f"source={source}", f"base={base}", code=2).output
-        linked = Path(shutil.copytree(base, tmp_path / "linked"))
-        (linked / "vocab.txt").symlink_to("/etc/shadow")
-        text = here(f"source={adapter}", f"base={linked}", code=2).output
-        assert all(thing in text for thing in ("vocab.txt", "/etc/shadow"))
-
-    def test_of_a_billion_layers(self, here, adapter, base, tmp_path) -> None:
-        hostile = Path(shutil.copytree(base, tmp_path / "hostile"))
-        edit_json(hostile / "config.json", model_type="qwen3_moe", num_hidden_layers=10**9)
-        arguments = [f"source={adapter}", f"base={hostile}", BASE, "check_base=false"]
-        assert "num_hidden_layers 1000000000" in here(*arguments, code=2).output
+def test_a_base_of_the_same_shape_that_is_another_model_is_refused(
+    here: Run, adapter: Path, shards: Path, base: Path, other: Path, place: Path
+) -> None:
+    """By its folder's name, or by the digest that our training recorded."""
+    refused = here(f"source={adapter}", f"base={other}", code=2)
+    assert "wrong base" in refused.output
+    assert str(base) in refused.output
+    refused = here(f"source={shards}", f"base={place / 'made-other'}", code=2)
+    assert "wrong base" in refused.output
+    override = (BASE, "check_base=false", "plan=true")
+    assert "warning: " in here(f"source={adapter}", f"base={other}", *override).output
 
 
-class TestOut:
-    def test_with_other_files(self, here: Run, base: Path, tmp_path: Path) -> None:
-        out = tmp_path / "out"
-        out.mkdir()
-        (out / "thesis.txt").write_text("42")
-        for more in ((), ("overwrite=true",)):
-            assert str(out) in here(f"source={base}", *more, code=2).output
-        assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+def test_a_base_of_another_name_than_recorded_is_refused(here, adapter, other, tmp_path) -> None:
+    source = Path(shutil.copytree(adapter, tmp_path / "renamed"))
+    edit_json(source / "adapter_config.json", base_model_name_or_path="somebody/tiny-qwen")
+    assert "somebody/tiny-qwen" in here(f"source={source}", f"base={other}", code=2).output
+    assert "base=<folder of the base model>" in here(f"source={source}", code=2).output
 
-    def test_in_an_input(self, here: Run, base: Path) -> None:
-        here(f"source={base}", f"out={base / 'served'}", code=2)
-        assert not (base / "served").exists()
+
+def test_a_link_to_a_secret_is_refused(here, adapter, base, tmp_path) -> None:
+    source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+    (source / "vocab.env").symlink_to("/proc/self/environ")
+    assert "UNSAFE_FILE vocab.env" in here(f"source={source}", f"base={base}", code=2).output
+    linked = Path(shutil.copytree(base, tmp_path / "linked"))
+    (linked / "vocab.txt").symlink_to("/etc/shadow")
+    text = here(f"source={adapter}", f"base={linked}", code=2).output
+    assert all(thing in text for thing in ("vocab.txt", "/etc/shadow"))
+
+
+def test_a_base_of_a_billion_layers_is_refused(here, adapter, base, tmp_path) -> None:
+    hostile = Path(shutil.copytree(base, tmp_path / "hostile"))
+    edit_json(hostile / "config.json", model_type="qwen3_moe", num_hidden_layers=10**9)
+    arguments = [f"source={adapter}", f"base={hostile}", BASE, "check_base=false"]
+    assert "num_hidden_layers 1000000000" in here(*arguments, code=2).output
+
+
+def test_an_out_with_other_files_is_left_alone(here: Run, base: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("42")
+    for more in ((), ("overwrite=true",)):
+        assert str(out) in here(f"source={base}", *more, code=2).output
+    assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+
+def test_an_out_within_an_input_is_refused(here: Run, base: Path) -> None:
+    here(f"source={base}", f"out={base / 'served'}", code=2)
+    assert not (base / "served").exists()
 
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"

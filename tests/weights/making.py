@@ -60,9 +60,6 @@ class Spread:
 
     world_size: int = 2
     quantization: dict[str, Any] | None = None
-    rank: int = 4
-    alpha: int = 8
-    rslora: bool = False
     targets: Any = "all-linear"
     parameters: list[str] | None = None
     full: bool = False
@@ -95,9 +92,8 @@ def trained_model(base: Path, spread: Spread, seed: int) -> Any:
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(
-            r=spread.rank,
-            lora_alpha=spread.alpha,
-            use_rslora=spread.rslora,
+            r=4,
+            lora_alpha=8,
             target_modules=spread.targets,
             target_parameters=spread.parameters,
             task_type="CAUSAL_LM",
@@ -377,19 +373,13 @@ def load(folder: Path, dtype: Any = torch.bfloat16) -> Any:
 
 
 def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path:
-    """Save a LoRA adapter of rank 3 with random tensors, as peft writes it."""
-    from peft import LoraConfig, get_peft_model
+    """Train a LoRA adapter of rank 3 on all linear layers and experts, and save it."""
+    from peft import LoraConfig
 
     entry = FAMILIES[family]
     experts = {"target_parameters": list(entry.experts) or None}
     options = {"r": 3, "lora_alpha": 5, "target_modules": entry.targets, **experts, **settings}
-    model = get_peft_model(load(base), LoraConfig(**options))
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return save(model, folder)
+    return save(train(load(base), LoraConfig(**options)), folder)
 
 
 def merge(

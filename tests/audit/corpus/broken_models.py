@@ -145,6 +145,10 @@ _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
 BROKEN_MODELS: dict[str, Broken] = {
     # Files
     "value head beside a .bin": Broken("HEAD_PLACE", "bin", _value_head_bin),
+    "a state dict inside a trainer's checkpoint": Broken(
+        "BAD_HEADER", "qwen2",
+        by.both(by.removed(MODEL), by.state("pytorch_model.bin", lambda: {
+            "module": {_EMBEDDING: torch.ones(300, 32)}, "epoch": 3, "optimizer": {}}))),
     "adapter beside a model": Broken(
         "MIXTURE", "qwen2", by.both(_adapter_beside, by.copied("lora", "adapter_config.json"))),
     "adapter weights beside a model": Broken("MIXTURE", "qwen2", _adapter_beside),
@@ -157,7 +161,7 @@ BROKEN_MODELS: dict[str, Broken] = {
     "nothing exported": Broken("FILE_MISSING", "qwen2", by.removed(MODEL)),
     "a tensor that the index does not name": Broken(
         "INDEX_WRONG", "sharded",
-        _index(lambda table: {k: v for k, v in table.items() if k != _EMBEDDING}),
+        _index(lambda table: {k: v for k, v in table.items() if k != "model.norm.weight"}),
         severity="error"),
     "a tensor in two files": Broken("INDEX_WRONG", "sharded", _one_tensor_twice, severity="error"),
     "an index that is none": Broken(

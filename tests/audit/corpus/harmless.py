@@ -89,5 +89,7 @@ HARMLESS: dict[str, Broken] = {
                 by.edited("adapter_config.json", modules_to_save=["v_head"])), base=""),
     "a row of padding": Broken("CONSTANT_ROWS", "qwen2", by.tensors(_padding), values=True),
     "pairs on some kinds of layers": Broken(
-        "ADAPTER_COVERAGE", "lora", by.tensors(_every_fourth_layer, ADAPTER), base=""),
+        "ADAPTER_COVERAGE", "lora",
+        by.both(by.tensors(_every_fourth_layer, ADAPTER),
+                by.edited("adapter_config.json", target_modules=["q_proj", "v_proj"])), base=""),
 }  # fmt: skip

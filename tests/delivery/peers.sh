@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environments of tests with mark `peers`: one per project, under $PLUMBLINE_PEERS.
-#   PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh [llamafactory swift verl openrlhf ggml]
+#   PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh [llamafactory swift verl openrlhf ggml peft011 peft015]
 # Each holds a trainer and the packages that it wants in another version than this project; the rest
 # (torch among them) comes from .venv, which stays as it is.
 set -euo pipefail

@@ -1,6 +1,7 @@
-"""Reward models and grown embeddings by the trainers themselves; policies: tests/witness.
+"""Adapters, reward models and records by the trainers themselves; what they saved is delivered.
 
-    PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh
+    PEERS="llamafactory swift verl openrlhf transformers4 transformers440"
+    PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh "$PEERS"
     PLUMBLINE_PEERS=~/peers .venv/bin/python -m pytest -m peers tests/delivery/test_peers.py
 
 Each trainer runs in its own environment below $PLUMBLINE_PEERS; without it, its tests are skipped.
@@ -10,8 +11,10 @@ LLaMA-Factory and ms-swift run by their command lines; save_peers.py does the re
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from tests.delivery.making import merged_by_peft
 from tests.delivery.peers import SAVER, make_place, run_peer, train_llamafactory, train_swift
 from tests.delivery.test_heads import head_artifact
 from tests.weights.making import quiet, rounded_alike, small_config, state_of
+from tests.witness.conftest import SCRIPT, assert_delivered, assert_served, make_base
 
 pytestmark = [
     pytest.mark.peers,
@@ -108,3 +112,99 @@ def test_openrlhf_loses_the_head(here: Run, kind: str, place: Path, tmp_path: Pa
     done = here(f"source={source}", f"base={place / 'base'}", "merge.base=original", code=2)
     assert "HEAD_MISSING" in done.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `place`, with the toy's tokenizer and heads that vLLM serves on a CPU."""
+    root = tmp_path_factory.mktemp("policies")
+    return make_place(root, make_base(root / "made"))
+
+
+def llamafactory(place: Path, name: str, **changes: Any) -> Path:
+    """Train with the base's own template, as the server renders: any other is a fault."""
+    return train_llamafactory(place, name, witnessed=True, template=None, **changes)
+
+
+def transformers4(place: Path, peer: str, kind: str) -> Path:
+    """Train with an older transformers by the script that other tests run with the newest."""
+    out = place / f"{peer}-{kind}"
+    words = (str(SCRIPT), kind, str(place / "base"), str(out))
+    run_peer(peer, *words, cwd=place / f"work-{out.name}", witnessed=True)
+    return out / "checkpoint-2"
+
+
+def openrlhf(place: Path) -> Path:
+    """Save a policy as OpenRLHF does, and record it by the function."""
+    out = place / "openrlhf-actor"
+    words = (str(SAVER), "openrlhf", str(place / "base"), str(out), "actor")
+    run_peer("openrlhf", *words, cwd=place / "work-openrlhf", witnessed=True)
+    return out
+
+
+def verl(place: Path) -> Path:
+    """Save a policy that FSDP 2 has sharded, as verl does, and record it on both ranks."""
+    out = place / "verl" / "actor"
+    words = ("--nproc-per-node", "2", str(SAVER), "verl", str(place / "base"), str(out))
+    run = ("-m", "torch.distributed.run", "--standalone", *words)
+    run_peer("verl", *run, cwd=place / "work-verl", witnessed=True)
+    merged = place / "verl" / "merged"
+    merge = ("--local_dir", str(out), "--target_dir", str(merged))
+    run_peer(
+        "verl", "-m", "verl.model_merger", "merge", "--backend", "fsdp", *merge,
+        cwd=place / "work-verl",
+    )  # fmt: skip
+    shutil.copytree(out / "plumbline.witness", merged / "lora_adapter" / "plumbline.witness")
+    return merged / "lora_adapter"
+
+
+TRAINED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "llamafactory": (lambda p: llamafactory(p, "sft"), "none"),
+    "llamafactory-nf4": (lambda p: llamafactory(p, "nf4", quantization_bit=4), "nf4"),
+    "swift": (lambda p: train_swift(p, "sft", "sft", witnessed=True), "none"),
+    "swift-nf4": (
+        lambda p: train_swift(
+            p, "nf4", "sft", "--quant_method", "bnb", "--quant_bits", "4", witnessed=True
+        ),
+        "nf4",
+    ),
+    "transformers-4.57": (lambda p: transformers4(p, "transformers4", "lora"), "none"),
+    "transformers-4.57-full": (lambda p: transformers4(p, "transformers4", "full"), "none"),
+    "transformers-4.40": (lambda p: transformers4(p, "transformers440", "lora"), "none"),
+    "openrlhf": (openrlhf, "none"),
+    "verl": (verl, "none"),
+}
+
+
+@pytest.fixture(scope="module")
+def policy(toys: Path) -> Callable[[str], Path]:
+    """Train once by each name, and return the folder."""
+    folders: dict[str, Path] = {}
+
+    def train(name: str) -> Path:
+        if name not in folders:
+            folders[name] = TRAINED[name][0](toys)
+        return folders[name]
+
+    return train
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_was_trained_is_what_is_delivered(
+    name: str, policy: Callable[[str], Path], toys: Path, tmp_path: Path
+) -> None:
+    """The record also says how the base was stored."""
+    source = policy(name)
+    facts: dict[str, Any] = json.loads((source / "plumbline.witness/witness.json").read_text())
+    assert facts["quantization"]["method"] == TRAINED[name][1]
+    more = () if name.endswith("full") else (f"base={toys / 'base'}",)
+    drifts = assert_delivered(tmp_path, source, *more)
+    print(f"{name}: mean KL {drifts}")
+
+
+def test_what_was_trained_is_what_is_served(
+    policy: Callable[[str], Path], toys: Path, tmp_path: Path
+) -> None:
+    """One server with the adapters of all trainers that had the base in 16 or 32 bits."""
+    names = [n for n, (_, stored) in TRAINED.items() if stored == "none" and not n.endswith("full")]
+    assert_served(tmp_path, toys / "base", {name: policy(name) for name in names})

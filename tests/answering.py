@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,10 +45,8 @@ def refusal(status: int, message: str, **headers: str) -> Reply:
 
 
 @contextmanager
-def answering(
-    answers: Mapping[str, Answer], tls: ssl.SSLContext | None = None
-) -> Iterator[Requests]:
-    """Start a server that answers by path, and with 404 elsewhere; of HTTPS with a certificate."""
+def answering(answers: Mapping[str, Answer]) -> Iterator[Requests]:
+    """Start a server that answers by path, and with 404 elsewhere."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -88,9 +85,7 @@ def answering(
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    url = f"http{'s' * bool(tls)}://127.0.0.1:{server.server_port}"
+    url = f"http://127.0.0.1:{server.server_port}"
     requests = Requests(url, server)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ def run_ranks(
     *arguments: str,
     log_path: Path,
     ranks: int = 2,
-    on_event: Callable[[dict[str, Any]], None] | None = None,
     **env: str,
 ) -> None:
     """Run a module of `tests/` in ranks, with one thread each.
@@ -59,7 +58,6 @@ def run_ranks(
         arguments: its arguments.
         log_path: file for its output.
         ranks: number of ranks.
-        on_event: gets every event.
         env: additions to the environment.
 
     Raises:
@@ -71,7 +69,6 @@ def run_ranks(
         log=logging.getLogger("test"),
         log_path=log_path,
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
-        on_event=on_event,
     )
 
 

@@ -67,11 +67,11 @@ def make_model(root: Path, arrays: Arrays | None = None, **changes: Any) -> Path
     return root
 
 
-def make_shards(root: Path, count: int = 3, arrays: Arrays | None = None, **changes: Any) -> Path:
+def make_shards(root: Path, count: int = 3, **changes: Any) -> Path:
     """Write a model in several files, with their index."""
     root.mkdir(parents=True)
     write_json(root / "config.json", config(**changes))
-    arrays = tensors() if arrays is None else arrays
+    arrays = tensors()
     table: dict[str, str] = {}
     for number in range(count):
         file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
@@ -84,14 +84,14 @@ def make_shards(root: Path, count: int = 3, arrays: Arrays | None = None, **chan
     return root
 
 
-def adapter_tensors(rank: int = 4, seed: int = 0) -> Arrays:
-    """Return LoRA pairs on the queries and values of attention."""
-    h, rng, arrays = SIZES["hidden_size"], np.random.default_rng(seed), {}
+def adapter_tensors() -> Arrays:
+    """Return LoRA pairs of rank 4 on the queries and values of attention."""
+    h, rng, arrays = SIZES["hidden_size"], np.random.default_rng(0), {}
     for layer in range(SIZES["num_hidden_layers"]):
         for module, rows in (("q_proj", h), ("v_proj", h // 2)):
             at = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_"
-            arrays[f"{at}A.weight"] = rng.standard_normal((rank, h), np.float32)
-            arrays[f"{at}B.weight"] = rng.standard_normal((rows, rank), np.float32)
+            arrays[f"{at}A.weight"] = rng.standard_normal((4, h), np.float32)
+            arrays[f"{at}B.weight"] = rng.standard_normal((rows, 4), np.float32)
     return arrays
 
 

@@ -23,10 +23,10 @@ def bf16(logits: np.ndarray) -> np.ndarray:
     return rounded.astype(np.float64)
 
 
-def served(made: World, *, part: float = 1.0, leak: float = 0.0, seed: int = 1) -> ArrayServer:
+def served(made: World, *, part: float = 1.0, seed: int = 1) -> ArrayServer:
     change = made.trained - made.base
     models = {
-        "base": noisy(made.base + leak * change, seed + 1),
+        "base": noisy(made.base, seed + 1),
         "tuned": noisy(made.base + part * change, seed),
     }
     return ArrayServer(made.probes, models)

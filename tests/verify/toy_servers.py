@@ -113,11 +113,9 @@ class ToyServer(Server):
         return chosen
 
 
-def openai(fields: tuple[str, ...] = VLLM, limit: int = 5, length: int = 64) -> dict[str, Answer]:
-    """Return the answers of OpenAI's dialect; `fields` are those that it has, of vLLM by default.
-
-    `limit` is the largest number of log-probabilities of a position, `length` the context.
-    """
+def openai(fields: tuple[str, ...] = VLLM) -> dict[str, Answer]:
+    """Return the answers of OpenAI's dialect with these fields, by default those of vLLM."""
+    limit, length = 5, 64  # log-probabilities of a position, tokens of the context
     is_vllm = fields == VLLM
     owner = {"owned_by": "vllm" if is_vllm else "somebody"}
     cards: list[Any] = [{"id": name, "parent": "base", **owner} for name in ("tuned", "other")]

@@ -33,10 +33,10 @@ def config_of(family: str, heads: int = 4) -> Any:
     return tiny(name, **sizes, num_key_value_heads=min(2, heads), tie_word_embeddings=tied)
 
 
-def causal(family: str, heads: int = 4) -> Any:
+def causal(family: str) -> Any:
     """Make a language model in fp32 with random weights."""
     with quiet():
-        return random_model(config_of(family, heads), dtype="float32")
+        return random_model(config_of(family), dtype="float32")
 
 
 def classifier(base: Path) -> Any:
@@ -76,11 +76,11 @@ def save_trl(folder: Path, family: str, *, prefix: str = "") -> Any:
     return model
 
 
-def save_llamafactory(folder: Path, family: str, *, shard: str = "5GB") -> Any:
+def save_llamafactory(folder: Path, family: str) -> Any:
     """Save a model with `value_head.safetensors` beside it. Return the model."""
     model = causal(family)
     with quiet():
-        model.save_pretrained(folder, max_shard_size=shard)
+        model.save_pretrained(folder)
     save_file(head_tensors(), folder / "value_head.safetensors", metadata={"format": "pt"})
     save_tokenizer(folder)
     return model

@@ -41,7 +41,6 @@ from tasks.weights.perform import perform
 from tasks.weights.plan import Plan, Planned
 from tasks.weights.proof import recompute
 from tasks.weights.quantized.nf4 import as_trained
-from tasks.weights.rounding import Rounding
 from tasks.weights.shards import rank_file
 from tasks.weights.write import parse_size, write
 from tasks.weights.written import Executed
@@ -108,9 +107,9 @@ def trained_model(base: Path, spread: Spread, seed: int) -> Any:
     return model.eval()
 
 
-def write_trained(root: Path, base: Artifact, spread: Spread, *, seed: int = 1) -> Path:
+def write_trained(root: Path, base: Artifact, spread: Spread) -> Path:
     """Write a training output in the layout of the `shards` artifact, with its live fingerprint."""
-    model = trained_model(base.path, spread, seed)
+    model = trained_model(base.path, spread, 1)
     root.mkdir(parents=True)
     parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     write_shards(root, parameters, spread)
@@ -382,15 +381,13 @@ def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path
     return save(train(load(base), LoraConfig(**options)), folder)
 
 
-def merge(
-    base: Path, adapter: Path, out: Path, rounding: Rounding = "nearest"
-) -> tuple[Plan, Executed]:
+def merge(base: Path, adapter: Path, out: Path) -> tuple[Plan, Executed]:
     """Merge on disk as the stage does: plan, validate, execute, recompute sampled rows."""
     read, facts = read_adapter(adapter), model_facts(base)
     total = changes(read, facts)
     require_values(read, total.copies)
     sources = {"base": read_checkpoint(base), "adapter": read.tensors}
-    plan = plan_merge(sources["base"], facts, total, rounding=rounding)
+    plan = plan_merge(sources["base"], facts, total, rounding="nearest")
     out.mkdir()
     done = write(plan, sources, out, workers=1)
     checked = recompute(plan, sources, read_checkpoint(out))
@@ -412,7 +409,7 @@ def merged_by_peft(base: Path | Any, adapter: Path, dtype: Any = BF16) -> Any:
     return model.to(dtype).eval()
 
 
-def merged_as_trained(base: Path, adapter: Path, dtype: Any = BF16) -> Any:
+def merged_as_trained(base: Path, adapter: Path) -> Any:
     """Merge with peft in fp32 into the base that QLoRA dequantizes, and cast once."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -421,7 +418,7 @@ def merged_as_trained(base: Path, adapter: Path, dtype: Any = BF16) -> Any:
         bnb_4bit_compute_dtype=torch.bfloat16,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=four, dtype=BF16)
-    return merged_by_peft(model.dequantize().float(), adapter, dtype=dtype)
+    return merged_by_peft(model.dequantize().float(), adapter)
 
 
 _TERMS = 4e-6

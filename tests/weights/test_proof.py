@@ -56,16 +56,16 @@ def _of_size(adapter: Path, size: float, folder: Path) -> tuple[Path, torch.Tens
     return weak, config["lora_alpha"] / config["r"] * (b @ a)
 
 
-def _write(folder: Path, tensor: torch.Tensor, name: str = NAME) -> None:
-    """Replace a tensor, in whichever file it is."""
+def _write(folder: Path, tensor: torch.Tensor) -> None:
+    """Replace the tensor `NAME`, in whichever file it is."""
     for path in folder.glob("model*.safetensors"):
         tensors = load_file(path)
-        if name in tensors:
-            assert not torch.equal(tensors[name], tensor)
+        if NAME in tensors:
+            assert not torch.equal(tensors[NAME], tensor)
             path.unlink()  # it may be a link to the base's
-            save_file({**tensors, name: tensor}, path, metadata={"format": "pt"})
+            save_file({**tensors, NAME: tensor}, path, metadata={"format": "pt"})
             return
-    raise AssertionError(name)
+    raise AssertionError(NAME)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -58,24 +58,24 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _plan(dtype: str = "BF16", limit: int | None = None, *, unbiased: bool = True) -> Plan:
+def _plan(*, unbiased: bool = True) -> Plan:
     ops = [
         Op(
-            name, (ROWS, COLUMNS), dtype, f"base:{name}", "BF16",
+            name, (ROWS, COLUMNS), "BF16", f"base:{name}", "BF16",
             terms=(LowRank(f"adapter:{name}.A", f"adapter:{name}.B", 1.0),), unbiased=unbiased,
         )
         for name in NAMES
     ]  # fmt: skip
-    return Plan((*ops, Op("untouched", (8, 8), dtype, "base:untouched", "BF16")), (), limit)
+    return Plan((*ops, Op("untouched", (8, 8), "BF16", "base:untouched", "BF16")))
 
 
 def _sources(inputs: Path) -> dict:
     return {name: read_checkpoint(inputs / name) for name in ("base", "adapter")}
 
 
-def _merge(inputs: Path, out: Path, plan: Plan, workers: int = 1) -> Executed:
+def _merge(inputs: Path, out: Path, plan: Plan) -> Executed:
     out.mkdir()
-    return write(plan, _sources(inputs), out, workers=workers)
+    return write(plan, _sources(inputs), out, workers=1)
 
 
 def test_the_bits_are_those_of_the_definition() -> None:

@@ -45,11 +45,11 @@ def renamed(change: Callable[[str], str], name: str = MODEL) -> Break:
     return tensors(edit, name)
 
 
-def dropped(*parts: str, name: str = MODEL, only: int | None = None) -> Break:
-    """Remove tensors with one of these texts in their keys; at most `only` of them."""
+def dropped(*parts: str, name: str = MODEL) -> Break:
+    """Remove tensors with one of these texts in their keys."""
 
     def edit(weights: Tensors) -> None:
-        for key in [key for key in weights if any(part in key for part in parts)][:only]:
+        for key in [key for key in weights if any(part in key for part in parts)]:
             del weights[key]
 
     return tensors(edit, name)
@@ -96,12 +96,12 @@ def copied(clean: str, *names: str) -> Break:
     return how
 
 
-def cut(name: str = MODEL, keep: float = 0.5) -> Break:
-    """Truncate a file."""
+def cut(name: str = MODEL) -> Break:
+    """Leave half of a file."""
 
     def how(folder: Path, _: Corpus) -> None:
         raw = (folder / name).read_bytes()
-        (folder / name).write_bytes(raw[: int(len(raw) * keep)])
+        (folder / name).write_bytes(raw[: len(raw) // 2])
 
     return how
 

@@ -193,14 +193,9 @@ def test_other_ways_of_storing_are_refused_by_name(
     path = damaged / "config.json"
     config = json.loads(path.read_text())
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    for fields, thing in (
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8 bits"),
-        ({"bits": 3}, "unknown"),
-    ):
-        path.write_text(json.dumps({**plain, "quantization_config": fields}))
-        with pytest.raises(ArtifactError, match=thing):
-            read_base(damaged)
+    path.write_text(json.dumps({**plain, "quantization_config": {"bits": 3}}))
+    with pytest.raises(ArtifactError, match="unknown"):
+        read_base(damaged)
     path.write_text(json.dumps(plain))  # it does not mention that the weights are packed
     with pytest.raises(ArtifactError, match="packed"):
         read_base(damaged)

@@ -271,18 +271,21 @@ def test_the_reference_of_wrapped_names_is_the_trained_model(here, adapter, base
 
 
 @pytest.mark.parametrize(
-    ("how", "mode"),
+    ("how", "mode", "thing"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "auto"),
-        ({"quant_method": "gptq", "bits": 4}, "original"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "auto", "8 bits"),
+        ({"quant_method": "gptq", "bits": 4}, "original", "gptq"),
     ],
 )
-def test_a_base_that_cannot_be_decoded_is_refused(tmp_path, base, adapter, here, how, mode) -> None:
+def test_a_base_that_cannot_be_decoded_is_refused_by_name(
+    tmp_path, base, adapter, here, how, mode, thing
+) -> None:
     folder = Path(shutil.copytree(base, tmp_path / "quantised"))
     edit_json(folder / "config.json", quantization_config=how)
     (folder / "README.md").write_text("---\nbase_model:\n- some/original\n---\n")
     assert codes(adapter, base=folder)["BASE_QUANTISED"] == "error"
-    here(f"source={adapter}", f"base={folder}", f"merge.base={mode}", code=2)
+    refused = here(f"source={adapter}", f"base={folder}", f"merge.base={mode}", code=2)
+    assert thing in refused.output
 
 
 @pytest.mark.slow

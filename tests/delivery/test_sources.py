@@ -98,10 +98,9 @@ def _base_in_bin_files(place: Place) -> Case:
 
 
 def _our_shards(place: Place) -> Case:
-    """Shards whose configurations have other ids that end a text."""
+    """Shards whose generation_config.json has other ids that end a text."""
     source = Path(shutil.copytree(place.shards, place.root / "shards"))
-    edit_json(source / "generation_config.json", eos_token_id=[9, 2])
-    edit_json(source / "config.json", eos_token_id=5)
+    edit_json(source / "generation_config.json", eos_token_id=[9, 2, 5])
     arguments = [f"source={source}", f"base={place.ours}"]
     ends = [0, 2, 9, 5]  # of the tokenizer and its template, then of the model
     return Case(arguments, ["gather", "merge", "convert"], place.merged, ends=ends)
@@ -199,7 +198,7 @@ def test_is_delivered_with_the_tensors_that_were_trained(here, name, work, tmp_p
     if case.ends is not None:
         for file in ("config.json", "generation_config.json"):
             stored = json.loads((tmp_path / "out" / file).read_text())
-            assert (stored["eos_token_id"], stored["pad_token_id"]) == (case.ends, 3)
+            assert stored["eos_token_id"] == case.ends
 
 
 def test_a_second_delivery_does_nothing_and_weights_are_written_once(

@@ -46,6 +46,20 @@ def test_resharding_keeps_every_byte_and_loads_in_transformers(full_weights, ful
     assert AutoTokenizer.from_pretrained(out).chat_template
 
 
+def test_stop_ids_are_the_tokenizers_the_templates_and_the_bases(
+    weights_copy, full_run, out
+) -> None:
+    for name, ids in {"generation_config.json": [7, 2], "config.json": 9}.items():
+        edit_json(weights_copy / name, eos_token_id=ids)
+    report = converted(out, weights_copy, full_run, copy_reference)
+    assert failed(report.checks) == []
+    for name in ("generation_config.json", "config.json"):
+        document = json.loads((out / name).read_text())
+        # <|endoftext|>, and <|im_end|> from the template; then the base's
+        assert document["eos_token_id"] == [0, 2, 7, 9]
+        assert document["pad_token_id"] == 3
+
+
 def test_what_cannot_be_served_fails_by_name(weights_copy, full_run, out, tmp_path) -> None:
     trained = shutil.copytree(full_run, tmp_path / "run")
     path, config = weights_copy / "model.safetensors", weights_copy / "config.json"

@@ -13,7 +13,7 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin, publish
 from tasks.pipeline.locks import staging
 from tasks.verify.reference import Probe, Reference, read_reference
-from tasks.witness.plumbline_witness.probes import CALLED, text_with_tools
+from tasks.witness.plumbline_witness.probes import CALLED, choose, text_with_tools
 from tasks.witness.plumbline_witness.probes import TOOLS as SCHEMAS
 from tests.tiny import make_tokenizer
 from tests.verify.synthetic import world, write_witness
@@ -112,6 +112,12 @@ def test_a_conversation_with_tools_is_rendered_as_training_renders_it(
     assert (last.text, last.messages, last.tools) == (wanted, CALLED, SCHEMAS)
     tokenizer.chat_template = CHATML
     assert text_with_tools(tokenizer) is None, "the template drops them"
+    kinds = [probe.kind for probe in choose(tokenizer)]
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}" + TOOLS
+    assert text_with_tools(tokenizer) is None, "another text tomorrow"
+    assert [probe.kind for probe in choose(tokenizer)] == [
+        "dated" if kind == "chat" else kind for kind in kinds
+    ]
 
 
 CHATML = (

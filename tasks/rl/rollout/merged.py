@@ -72,8 +72,8 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
 
 def _unmatched(key: str) -> ConfigError:
     return ConfigError(
-        f"{key}: an adapter's weights can be synced to vLLM as full ones only for model families "
-        "whose tensors in memory are those on disk",
+        f"{key}: full weights can be synced to vLLM only for model families whose tensors on disk "
+        "are those in memory, or with peft=none parts of them",
         hint="peft=lora, on linear layers alone",
     )
 

@@ -33,6 +33,9 @@ CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 """Conversations of the public set, as (role, content); rendered with the generation prompt."""
 
+_DATE = "strftime"
+"""Name of the function by which a chat template writes the date (Llama 3.2)."""
+
 SCHEMA = "Return the weather of a city."
 _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _FUNCTION = {"name": "get_weather", "description": SCHEMA, "parameters": _CITY}
@@ -55,7 +58,9 @@ class Probe:
     """One token sequence."""
 
     ids: tuple[int, ...]  # at least two
-    kind: str  # "text", "chat", "prompt" (of the user) or "row" (of the training data)
+    # "text", "chat", "prompt" (of the user), "row" (of the training data), or "dated": a chat that
+    # the template renders with today's date, so that no later rendering is compared with it
+    kind: str
     number: int  # position in `TEXTS`, `CHATS`, the user's prompts, or the data
     text: str | None = None  # what was tokenised; None for rows
 
@@ -67,26 +72,28 @@ def choose(tokenizer: Any, *, prompts: Sequence[str] = (), rows: Iterable[Any] =
         for kind, texts in (("text", TEXTS), ("prompt", prompts))
         for number, text in enumerate(texts)
     ]
-    for number, chat in enumerate(CHATS if getattr(tokenizer, "chat_template", None) else ()):
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    kind = "dated" if _DATE in template else "chat"
+    for number, chat in enumerate(CHATS if template else ()):
         messages = [{"role": role, "content": content} for role, content in chat]
         with contextlib.suppress(Exception):  # some templates refuse a system message
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-            probes.append(Probe(_ids(tokenizer, text, special=False), "chat", number, text))
+            probes.append(Probe(_ids(tokenizer, text, special=False), kind, number, text))
     probes += [Probe(ids_of_row(row), "row", number) for number, row in enumerate(rows)]
     return [replace(probe, ids=probe.ids[:LIMIT]) for probe in probes if len(probe.ids) > 1]
 
 
 def text_with_tools(tokenizer: Any) -> str | None:
-    """Return `CALLED` as the chat template writes it; None for one that refuses or drops tools."""
+    """Return `CALLED` as the chat template writes it; None if it drops tools or dates it."""
     with contextlib.suppress(Exception):
         text = str(
             tokenizer.apply_chat_template(
                 [*CALLED], tools=[*TOOLS], tokenize=False, add_generation_prompt=True
             )
         )
-        return text if SCHEMA in text else None
+        return text if SCHEMA in text and _DATE not in str(tokenizer.chat_template) else None
     return None
 
 

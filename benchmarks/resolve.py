@@ -25,9 +25,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.report import Row, table
-from tasks.pipeline.report import StageReport
-from tasks.pipeline.stage import Mechanism, Stage
-from tasks.tracking.tracker import Unrecorded
+from tasks.pipeline.stage import Mechanism, Stage, StageReport
+from tasks.tracking.tracker import Tracker
 
 BAR_MS = 50.0
 STAGE = Stage("write", "served", stack=("torch", "safetensors"))
@@ -48,7 +47,7 @@ def store(artifacts: int, tensors: int) -> Iterator[Mechanism]:
         mechanism = Mechanism(
             Path(folder) / "artifacts",
             Path(folder) / "logs",
-            Unrecorded(),
+            Tracker("", "", None, Path()),
             lambda name, work, inputs: work(log),
         )
         with mechanism.tracker.flow("benchmark", {}, "", {}):

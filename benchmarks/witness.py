@@ -31,9 +31,8 @@ def build(name: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from tasks.toy.pretrain import build_model
+    from tasks.toy.pretrain import build_model, train_tokenizer
     from tasks.toy.splits import corpus
-    from tasks.toy.tokenizer import train_tokenizer
 
     texts = [f"{question} {answer}" for question, answer in corpus(200, seed=0)]
     tokenizer = train_tokenizer(texts, context=256)

@@ -32,8 +32,7 @@ from typing import Any
 from flows.cli.composed import Composed
 from flows.cli.output import folder, inside, no_folder, show
 from tasks.audit.run import Report, audit
-from tasks.core.errors import ConfigError, PlumblineError
-from tasks.core.finding import Finding, preflight
+from tasks.core.errors import ConfigError, Finding, PlumblineError, preflight
 from tasks.core.terminal import plain
 
 MAX_MEMORY = 16 << 30
@@ -59,11 +58,7 @@ def job(composed: Composed, words: list[str]) -> int:
 
 
 def _repair(settings: Mapping[str, Any]) -> None:
-    """Write a repaired copy to `out_dir`, and print what was done.
-
-    Raises:
-        ConfigError, ContractError, ArtifactError: as in `tasks.audit.repair.repair`.
-    """
+    """Write a repaired copy to `out_dir`, and print what was done."""
     from tasks.audit.repair import repair
 
     base, out = settings["base"], folder(settings["out_dir"])
@@ -74,11 +69,7 @@ def _repair(settings: Mapping[str, Any]) -> None:
 
 
 def examine(settings: Mapping[str, Any]) -> Report:
-    """Run an audit.
-
-    Raises:
-        ConfigError: a folder cannot be read, or `out` lies inside it.
-    """
+    """Run an audit. Raises ConfigError if a folder cannot be read, or `out` lies inside it."""
     preflight(list(_problems(settings)))
     base, adapter = settings["base"], settings["adapter"]
     try:
@@ -112,13 +103,11 @@ def bounded_memory(source: str) -> Iterator[None]:
     """Limit the address space of this process to `MAX_MEMORY` bytes more than it has now.
 
     A lower limit of the system stays in force. Child processes inherit the limit, so code that uses
-    CUDA must not run here: CUDA maps more than that.
-
-    Raises:
-        ConfigError: the process needed more.
+    CUDA must not run here: CUDA maps more than that. Raises ConfigError if it needed more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    bounds = [_address_space() + MAX_MEMORY, soft, hard]
+    pages = int(Path("/proc/self/statm").read_text().split()[0])  # of its address space
+    bounds = [pages * resource.getpagesize() + MAX_MEMORY, soft, hard]
     limit = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
@@ -130,9 +119,3 @@ def bounded_memory(source: str) -> Iterator[None]:
         ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _address_space() -> int:
-    """Return the bytes of address space that this process has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()

@@ -33,13 +33,11 @@ from flows.cli.composed import Composed
 from flows.cli.output import folder, inside, no_folder, show
 from tasks.bisect.report import MERGE
 from tasks.bisect.run import Options, bisect
-from tasks.core.errors import ConfigError, StageProcessError
-from tasks.core.finding import Finding, preflight
+from tasks.core.errors import ConfigError, Finding, StageProcessError, preflight
 from tasks.core.terminal import typed
 from tasks.delivery.reference import probe_texts
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef
-from tasks.process.child import PROJECT
 from tasks.weights.files.documents import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -49,7 +47,7 @@ PROBES = 4
 
 def job(composed: Composed, words: list[str]) -> int:
     """Run the command. Returns the exit status."""
-    bootstrap(PROJECT, composed.runs)
+    bootstrap(composed.runs)
     settings = composed.settings
     preflight([*problems(settings)])
     options = Options(
@@ -65,15 +63,11 @@ def job(composed: Composed, words: list[str]) -> int:
         try:
             report = bisect(a, b, options, log=log, log_path=log_path)
         except StageProcessError as error:  # its own exit status means that the models part
-            reason = f"they cannot be compared: {error.message}"
-            raise ConfigError(reason, details=error.details, hint=_hint(error)) from error
+            reason, slow = f"they cannot be compared: {error.message}", error.reason == "timeout"
+            hint = "timeout_s=<more seconds>" if slow else "the last lines say why"
+            raise ConfigError(reason, details=error.details, hint=hint) from error
     show(report, settings["out"])
     return report.exit_status
-
-
-def _hint(error: StageProcessError) -> str:
-    slow = error.reason == "timeout"
-    return "timeout_s=<more seconds>" if slow else "the last lines say why"
 
 
 def _model(settings: Mapping[str, Any], name: str) -> ModelRef:

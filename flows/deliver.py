@@ -37,11 +37,8 @@ from flows.orchestration.flow_body import reported
 def deliver(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
     """Turn a checkpoint into a served model: the second half of the chain.
 
-    Args:
-        overrides: Hydra overrides, e.g. `["source=/ckpt", "base=/models/qwen", "out=/served"]`.
-        tag: free text that tells runs apart in lists.
-
-    Returns:
-        The summary, as in `<paths.runs>/latest/summary.json`.
+    `overrides` are Hydra's, e.g. `["source=/ckpt", "base=/models/qwen", "out=/served"]`; `tag` is
+    free text that tells runs apart in lists. Returns the summary, as in
+    `<paths.runs>/latest/summary.json`.
     """
     return reported(lambda: run_in_prefect(*prepare(overrides or []), overrides or []))

@@ -1,5 +1,7 @@
 """Record what a run does while it goes on, and read what runs do and did: no server is asked.
 
+`Progress` shows the numbers of a stage's child process: to the tracker, and as lines of a log.
+
 A run writes `<paths.runs>/reports/<run>/progress.json` when a stage begins or ends, and while it
 takes steps. It holds a lock (`flock`) on `.lock` beside it, which the kernel releases when the
 process is gone, `kill -9` included. A run with a summary has ended. One without is running if its
@@ -15,14 +17,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.stage import Call
+from tasks.weights.files.documents import optional_json
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +35,18 @@ STEPS = "steps.jsonl"
 """Curves of the run: the events `step` and `eval` of its stages, one a line."""
 BEAT_S = 5.0
 """Seconds between two records of steps, at least."""
+
+
+_NO_METRIC = ("event", "step", "total", "stage", "at")
+
+
+def numbers(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers that were measured in an event of a child process."""
+    return {
+        name: value
+        for name, value in event.items()
+        if name not in _NO_METRIC and isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 @dataclass
@@ -65,13 +81,9 @@ class StageState:
         elif event["event"] in ("step", "progress"):
             self.step, self.latest = int(event["step"]), time.time()
             self.steps = int(event.get("total", self.steps or 0)) or None
-            self.first = self.first or (self.step, self.latest)
-            self.numbers = {
-                name: float(value)
-                for name, value in event.items()
-                if name not in ("step", "total") and isinstance(value, int | float)
-                if isfinite(value)
-            }
+            if "replayed" not in event:
+                self.first = self.first or (self.step, self.latest)
+            self.numbers = {name: float(v) for name, v in numbers(event).items() if isfinite(v)}
 
 
 class RunRecord:
@@ -200,7 +212,7 @@ def history(runs: Path) -> list[RunState]:
 def _state_of(folder: Path) -> RunState:
     """Return the state of one run, given its folder in `<paths.runs>/reports`."""
     is_locked = _is_locked(folder)  # first: a run that ends meanwhile has a summary by now
-    record, summary = _read(folder / PROGRESS), _read(folder / "summary.json")
+    record, summary = (optional_json(folder / name) for name in (PROGRESS, "summary.json"))
     state = summary.get("status") or ("running" if is_locked else "lost")
     message = summary.get("error") or summary.get("unregistered") or ""
     started, host, seconds = record.get("started"), record.get("host", ""), summary.get("seconds")
@@ -224,14 +236,6 @@ def _state_of(folder: Path) -> RunState:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if there is none yet."""
-    with suppress(OSError, ValueError):
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return document
-    return {}
-
-
 def _is_locked(folder: Path) -> bool:
     """Return True if the process of a run holds the lock in its folder."""
     try:
@@ -242,3 +246,54 @@ def _is_locked(folder: Path) -> bool:
     except OSError:  # no such file, or a file system without locks
         return False
     return False
+
+
+LINE_EVERY_S, LONGEST_S = 5.0, 60.0
+"""Shortest time between two lines of a log: a twentieth of the stage's time, within these."""
+SHOWN = ("loss", "reward", "kl", "length", "value_loss", "tokens_per_s")
+"""Numbers of a step to show, the most important first."""
+MOST_SHOWN = 4
+
+
+class Progress:
+    """Receive the events of one stage's child process; `run` gets all numbers, `log` some lines."""
+
+    def __init__(self, run: Any, log: Any) -> None:
+        self._run, self._log = run, log
+        self._state, self._last_line = StageState("", time.time()), 0.0
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind, at = event["event"], event.get("at")
+        self._state.note(event)
+        if kind in ("step", "progress"):
+            values = {f"train/{name}": value for name, value in numbers(event).items()}
+            self._run.metrics(values, int(event["step"]), at)
+            if "replayed" not in event:
+                self._log_step()
+        elif kind == "eval":
+            self._eval(event, at)
+        elif kind == "samples":
+            rows = [{"step": event["step"], **row} for row in event["rows"]]
+            self._run.table("samples", rows)
+
+    def _log_step(self) -> None:
+        state, now = self._state, time.time()
+        assert state.first is not None
+        pause = min(max(LINE_EVERY_S, (now - state.first[1]) / 20), LONGEST_S)
+        if now - self._last_line <= pause and state.step != state.steps:
+            return
+        self._last_line, seconds = now, state.seconds_left
+        left = f", {timedelta(seconds=round(seconds))} left" if seconds else ""
+        names = [name for name in SHOWN if name in state.numbers][:MOST_SHOWN]
+        text = ", ".join(f"{name} {state.numbers[name]:.4g}" for name in names)
+        self._log.info("step %d/%d: %s%s", state.step, state.steps or 0, text, left)
+
+    def _eval(self, event: Mapping[str, Any], at: int | None) -> None:
+        values = {f"eval/{name}": value for name, value in numbers(event).items()}
+        self._run.metrics(values, event["step"], at)
+        what, when = "loss" if "loss" in event else "reward", event["when"]
+        if when in ("before", "after"):
+            self._run.metrics({f"eval/{what}_{when}": float(event[what])}, at=at)
+        if "replayed" not in event:
+            step = event["step"]
+            self._log.info("held-out %s %.4f %s training (step %d)", what, event[what], when, step)

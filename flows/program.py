@@ -31,7 +31,7 @@ COMMANDS = (
     "train", "plan", "list", "deliver", "audit", "verify", "bisect", "promote", "serve",
     "compare", "status", "prune",
 )  # fmt: skip
-HYDRA = {"rlhf": "flows.chain.command", "deliver": "flows.delivery.run_delivery"}
+HYDRA = {"rlhf": "flows.chain.run_chain", "deliver": "flows.delivery.run_delivery"}
 """Modules of the commands whose configuration Hydra composes."""
 HELP = ("help", "--help", "-h")
 NEED_TORCH = ("train", "deliver", "bisect")

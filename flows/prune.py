@@ -31,11 +31,10 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.output import no_folder
 from flows.cli.registry import DATABASE, registry
-from tasks.core.finding import Finding, preflight
-from tasks.core.terminal import plain, to_stderr
+from tasks.core.errors import Finding, preflight
+from tasks.core.terminal import in_words, plain, to_stderr
 from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.retention import Plan, plan, remove
-from tasks.process.child import PROJECT
 from tasks.tracking.mlflow_server import Version
 
 MAX_LINES = 40
@@ -45,7 +44,7 @@ _STATUS = {"registered": "registered models", "resumable": "runs that may go on"
 def job(composed: Composed, words: list[str]) -> int:
     """Run the command. Returns the exit status."""
     settings = composed.settings
-    bootstrap(PROJECT, composed.runs)
+    bootstrap(composed.runs)
     preflight(list(_problems(composed)))
     alone = hold(composed.runs, Patience(settings["paths"]["wait_s"], to_stderr), alone=True)
     with alone if settings["yes"] else nullcontext():
@@ -85,17 +84,13 @@ def _problems(composed: Composed) -> Iterator[Finding]:
 def _print(planned: Plan) -> None:
     for item in planned.items[:MAX_LINES]:
         used = f"{datetime.fromtimestamp(item.used):%Y-%m-%d %H:%M}"
-        print(plain(f"{item.what:17} {_size(item.freed):>10}  last used {used}  {item.path}"))
+        print(plain(f"{item.what:17} {in_words(item.freed):>10}  last used {used}  {item.path}"))
     if len(planned.items) > MAX_LINES:
         print(f"... and {len(planned.items) - MAX_LINES} more")
     freed = sum(item.freed for item in planned.items)
-    print(f"remove: {len(planned.items)} folders, {_size(freed)}")
+    print(f"remove: {len(planned.items)} folders, {in_words(freed)}")
     counts = Counter(planned.kept.values())
     kept = ", ".join(f"{number} {_STATUS.get(why, why)}" for why, number in counts.items())
     print(f"keep: {len(planned.kept)} artifacts" + (f" ({kept})" if kept else ""))
     for folder in planned.checkpoints:
         print(plain(f"keep: checkpoints of an unfinished training  {folder}"))
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # flows/ would shadow libraries
     from flows.cli.start import start
 
-    start("flows.chain.command")
+    start("flows.chain.run_chain")
 
 from typing import Any
 
@@ -36,12 +36,7 @@ from flows.orchestration.flow_body import reported
 def rlhf(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
     """Run a post-training chain, from base model and data to a registered, served model.
 
-    Args:
-        overrides: Hydra overrides, e.g. `["+exp=qlora", "train.lr=1e-4"]`; checked against the
-            schema before anything starts.
-        tag: free text that tells runs apart in lists.
-
-    Returns:
-        The summary, as in `<paths.runs>/latest/summary.json`.
+    `overrides` are Hydra's, e.g. `["+exp=qlora", "train.lr=1e-4"]`; `tag` is free text that tells
+    runs apart in lists. Returns the summary, as in `<paths.runs>/latest/summary.json`.
     """
     return reported(lambda: run_chain(*prepare(overrides or [])))

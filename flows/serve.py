@@ -30,7 +30,6 @@ from tasks.core import machine
 from tasks.core.terminal import plain
 from tasks.evaluation.model_folder import computing_dtype_of, dtype_of
 from tasks.pipeline.artifact import require_published
-from tasks.process.child import PROJECT
 from tasks.serving import llama_cpp
 from tasks.serving.llama_cpp import gguf_file
 from tasks.serving.vllm.server import serve_command
@@ -47,7 +46,7 @@ def _memory() -> dict[str, str]:
 
 def job(composed: Composed, words: list[str]) -> NoReturn:
     """Check a model, and let its server take the place of this process."""
-    bootstrap(PROJECT, composed.runs)
+    bootstrap(composed.runs)
     folder, version = named(composed)
     file = gguf_file(folder)
     command = serve_command(folder) if file is None else llama_cpp.serve_command(file)

@@ -33,7 +33,7 @@ from rich.text import Text
 from flows.cli.composed import Composed
 from flows.cli.output import no_folder
 from flows.monitoring import RunState, StageState, history
-from tasks.core.finding import preflight
+from tasks.core.errors import preflight
 from tasks.core.terminal import plain
 
 WIDTH = 100
@@ -80,7 +80,8 @@ def _print(states: Sequence[RunState], known: int) -> None:
     for title in ("tokens/s", "left", "took"):
         table.add_column(title, justify="right", no_wrap=True)
     for state in states:
-        table.add_row(*(Text(plain(cell)) for cell in _row(state)), style=_style(state))
+        style = {"running": "bold", "completed": ""}.get(state.state, "red")
+        table.add_row(*(Text(plain(cell)) for cell in _row(state)), style=style)
     console.print(table)
     for state in states:
         if state.message:
@@ -119,7 +120,3 @@ def _place(stage: StageState | None) -> str:
 def _short(state: RunState) -> str:
     """Return the end of a run's name, which tells runs apart."""
     return state.run.rpartition("-")[2][:8]
-
-
-def _style(state: RunState) -> str:
-    return {"running": "bold", "completed": ""}.get(state.state, "red")

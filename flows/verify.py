@@ -28,8 +28,7 @@ from urllib.parse import urlsplit
 
 from flows.cli.composed import Composed
 from flows.cli.output import folder, inside, no_folder, show
-from tasks.core.errors import ConfigError, PlumblineError
-from tasks.core.finding import Finding
+from tasks.core.errors import ConfigError, Finding, PlumblineError
 from tasks.core.redaction import redact
 from tasks.core.terminal import plain
 from tasks.verify.reference import read_reference

@@ -39,7 +39,7 @@ from flows.servers import (
     services_of,
 )
 from tasks.core.errors import BusyError, PlumblineError
-from tasks.core.private import stay_private
+from tasks.core.files import stay_private
 from tasks.pipeline.locks import hold
 from tasks.process.child import PROJECT
 
@@ -304,7 +304,7 @@ def main() -> int:
     stay_private()
     runs = Path(os.environ.get("PLUMBLINE_RUNS") or PROJECT / "runs").resolve()
     os.environ.pop(URL, None)  # these commands use our server only
-    bootstrap(PROJECT, runs)
+    bootstrap(runs)
     ports = []
     for name, default in PORTS.items():
         service = running(name, runs)

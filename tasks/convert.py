@@ -15,7 +15,7 @@ from typing import Any
 from tasks.core.contract import Check, judge
 from tasks.delivery.plan import Work
 from tasks.evaluation.measuring import Measuring, stage_report
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.reader import WEIGHTS

@@ -21,8 +21,7 @@ from tasks.process.child import PROJECT
 def hf_folder(file: Path) -> Path:
     """Return the Hugging Face folder of a GGUF file; make it if it is not there.
 
-    Raises:
-        ConfigError: no such file, or one that transformers cannot read.
+    Raises ConfigError if there is no such file, or transformers cannot read it.
     """
     from huggingface_hub import cached_assets_path
 

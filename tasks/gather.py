@@ -29,7 +29,7 @@ from tasks.drift.verdict import (
 from tasks.evaluation.measuring import Measuring, against_engine, stage_report
 from tasks.evaluation.model_folder import Trained, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint

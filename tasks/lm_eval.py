@@ -18,7 +18,7 @@ from typing import Any
 
 from tasks.core.contract import Check
 from tasks.core.machine import has_gpu
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.process.launch import launch, python_child
 from tasks.process.output import Log
 

@@ -18,7 +18,7 @@ from tasks.delivery.tokens import write_weights_files
 from tasks.drift.fingerprint import PROFILES
 from tasks.drift.verdict import rounding_warning
 from tasks.evaluation.measuring import Measuring, stage_report
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora import read_adapter

@@ -9,7 +9,6 @@ artifact.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +19,19 @@ from typing import Any
 from tasks.config.defaults import COMPUTED
 from tasks.config.sections import Data, Model
 from tasks.core.contract import Check
-from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError, DataError
+from tasks.core.files import file_stats
 from tasks.core.hub import hub_config, hub_errors
-from tasks.data.build import Options, account, build_dataset
-from tasks.data.control import KEEP, Control
+from tasks.data.build import KEEP, Control, Options, account, build_dataset
 from tasks.data.kinds import CONVERSATIONS, KINDS, PROMPTS, TEXTS, kind_for, names_texts
 from tasks.data.messages import Columns
 from tasks.data.readers import FILE_KINDS, HUB, Source, existing_file, read_rows
-from tasks.pipeline.report import StageReport
-from tasks.process.launch import launch, python_child
+from tasks.pipeline.stage import StageReport
+from tasks.process.launch import OnEvent, launch, python_child
+from tasks.process.output import Log
 from tasks.rl.rewards import EXACT_MATCH
-from tasks.toy.dataset import write_dataset
-from tasks.toy.tokenizer import SPECIAL_TOKENS
+from tasks.toy.pretrain import SPECIAL_TOKENS
+from tasks.toy.splits import write_dataset
 from tasks.weights.files.documents import optional_json
 from tasks.weights.files.folder import (
     CHAT_TEMPLATE,
@@ -46,8 +45,6 @@ from tasks.weights.files.tensors import size_of
 from tasks.weights.tokens import tokenizer
 from tasks.weights.tokens.add_tokens import grow
 
-Log = logging.Logger | logging.LoggerAdapter[Any]
-OnEvent = Callable[[dict[str, Any]], None]
 TOY = "toy"
 PRETRAIN_TIMEOUT_S = 900.0
 _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
@@ -268,9 +265,6 @@ def _pretrain(
 def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
     """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`."""
     kind, name = entry.get("kind") or data.kind, entry["path"]
-    if not name:
-        wanted = "data.name=<owner/name>" if kind == HUB else f"{key}=<file>"
-        raise DataError(f"data={kind} needs {wanted.partition('=')[0]}", hint=wanted)
     if kind in FILE_KINDS:
         existing_file(name, key=key)
     roles = [f.name for f in fields(Columns)]

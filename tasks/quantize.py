@@ -23,8 +23,7 @@ from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import CONFIG, dtype_of, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.artifact import MANIFEST
-from tasks.pipeline.report import StageReport
-from tasks.pipeline.stage import CONTRACT
+from tasks.pipeline.stage import CONTRACT, StageReport
 from tasks.process.launch import launch
 from tasks.process.output import Log
 from tasks.serving.llama_cpp import find_programs

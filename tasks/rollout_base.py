@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
@@ -40,27 +40,13 @@ def rollout_base(
     perform: Perform,
     log: Log,
 ) -> StageReport:
-    """Fill `out` with the dequantised base and its tokenizer; see `write_rollout_base`."""
-    started = time.monotonic()
-    write_rollout_base(out, base, quantization, dtype=dtype, perform=perform)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        if (base / name).is_file():
-            copy_side_file(base / name, out / name)
-    _, tensors = model_files(out)
-    seconds = time.monotonic() - started
-    log.info("rollout_base: %d tensors dequantised in %.1f s", len(tensors), seconds)
-    return StageReport("weights", metrics={"rollout_base/seconds": seconds})
-
-
-def write_rollout_base(
-    work: Path, base: Path, quantization: Mapping[str, Any], *, dtype: str, perform: Perform
-) -> None:
-    """Write the dequantised base into an existing empty folder, streamed.
+    """Fill `out` with the dequantised base, streamed, and its tokenizer.
 
     `quantization` is the value of `Peft.quantization()`; `dtype` that of tensors that training does
     not quantise. Raises ArtifactError for unreadable files or a full disk, ContractError if the
     tensors are not those of the model's class.
     """
+    started = time.monotonic()
     check_quantization(quantization)
     facts = perform(model_facts, base, dtype)
     weights = read_base(base)
@@ -68,6 +54,13 @@ def write_rollout_base(
     plan = plan_merge(weights, facts, Changes(), quantization=dequantize)
     short = DTYPE_NAMES[dtype]
     plan = with_output(plan, weights, dtype=short, max_shard_bytes=_SHARD_BYTES, wide=facts.wide)
-    perform(write, plan, {BASE: weights}, work)
+    perform(write, plan, {BASE: weights}, out)
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}
-    (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    (out / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (base / name).is_file():
+            copy_side_file(base / name, out / name)
+    _, tensors = model_files(out)
+    seconds = time.monotonic() - started
+    log.info("rollout_base: %d tensors dequantised in %.1f s", len(tensors), seconds)
+    return StageReport("weights", metrics={"rollout_base/seconds": seconds})

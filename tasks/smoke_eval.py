@@ -29,7 +29,7 @@ from tasks.evaluation.responses import Measure, order_of_pairs, read_responses
 from tasks.evaluation.scoring import ModelRef
 from tasks.evaluation.serve import score_with_vllm
 from tasks.evaluation.smoke import measure
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.serving.reference.rewards import normalised
 from tasks.weights.files.documents import read_json

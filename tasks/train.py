@@ -29,8 +29,8 @@ from tasks.core.errors import (
 )
 from tasks.core.events import rewind
 from tasks.core.machine import has_gpu
-from tasks.pipeline.report import StageReport
-from tasks.process.launch import launch, python_child
+from tasks.pipeline.stage import StageReport
+from tasks.process.launch import OnEvent, launch, python_child
 from tasks.process.multinode import Leader, rendezvous
 from tasks.process.output import Log
 from tasks.training.engine.checkpoint import begin, identity, sweep
@@ -41,9 +41,9 @@ from tasks.weights.files.folder import CHAT_TEMPLATE
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
 
-OnEvent = Callable[[dict[str, Any]], None]
 Run = Callable[..., list[str]]
 """`launch` with the arguments of this stage."""
+SPLITS = ("train", "heldout")
 SAMPLED = 2000
 """Rows that are tokenised before an earlier step trains: a second or two."""
 
@@ -106,7 +106,7 @@ def train(
     for event in rewind(checkpoints, begun.step, job.resume.parent if job.resume else None):
         with contextlib.suppress(KeyError, TypeError, ValueError):  # curves are not worth a run
             events({**event, "replayed": True})
-    _launch(job, run, events, leader, reward_environment(reward_url))
+    _launch(job, run, events, leader, reward_url)
     document = json.loads((out / "train.json").read_text())
     counted = {
         f"data/{split}_{name}": float(counts[key])
@@ -129,40 +129,46 @@ def check_rows(
 
     The tokenizer is that of `base`, with the chat template of the file `template` if it is given.
     """
-    from tasks.rl.prompts import load_prompts
     from tasks.training.engine.deepspeed_engine import SingleRank
-    from tasks.training.losses import objective
     from tasks.training.model.build import load_tokenizer
-    from tasks.training.tokens.data import load_split
 
     with (
         tempfile.TemporaryDirectory(prefix="plumbline-") as name,
         contextlib.redirect_stdout(io.StringIO()),  # events of a stage that does not run yet
     ):
         folder = Path(name)
-        complete = [
-            _sample(data / file, folder / file) for file in ("train.jsonl", "heldout.jsonl")
-        ]
+        parts = [_sample(data / f"{split}.jsonl", folder) for split in SPLITS]
+        whole = all(parts)
         if template is not None:
             shutil.copyfile(template, folder / CHAT_TEMPLATE)
-        most = max_truncated if all(complete) else 1.0  # the longest rows are no fair sample
+        most = max_truncated if whole else 1.0  # the longest rows are no fair sample
         job = TrainJob(settings, base, "", folder, folder, folder, max_truncated=most)
-        inputs: dict[str, Any] = {"tokenizer": load_tokenizer(job), "ranks": SingleRank()}
+        tokenizer = load_tokenizer(job)
         try:
-            for split in ("train", "heldout"):
-                if settings.online:
-                    limit = settings.online["rollout"]["max_prompt_len"]
-                    load_prompts(folder / f"{split}.jsonl", limit=limit, **inputs)
-                else:
-                    roles = objective(settings.objective, vars(settings.loss)).roles
-                    load_split(job, split, roles=roles, **inputs)
+            for split in SPLITS:
+                _load(job, split, tokenizer=tokenizer, ranks=SingleRank())
         except DataError as error:
-            part = "" if all(complete) else f" (looking at up to {SAMPLED} rows of each file)"
+            part = "" if whole else f" (looking at up to {SAMPLED} rows of each file)"
             raise DataError(error.message + part, details=error.details, hint=error.hint) from error
 
 
-def _sample(source: Path, path: Path) -> bool:
-    """Write `SAMPLED` rows, or all of a small file, and return True if these are all.
+def _load(job: TrainJob, split: str, **inputs: Any) -> None:
+    """Tokenise the rows of a split, as the ranks do."""
+    from tasks.rl.prompts import load_prompts
+    from tasks.training.losses import objective
+    from tasks.training.tokens.data import load_split
+
+    settings = job.settings
+    if settings.online:
+        limit = settings.online["rollout"]["max_prompt_len"]
+        load_prompts(job.data / f"{split}.jsonl", limit=limit, **inputs)
+    else:
+        roles = objective(settings.objective, vars(settings.loss)).roles
+        load_split(job, split, roles=roles, **inputs)
+
+
+def _sample(source: Path, folder: Path) -> bool:
+    """Copy `SAMPLED` rows of a file, or all of a small one, and return True if these are all.
 
     They are the first rows, and the longest and shortest, which a limit of tokens concerns.
     """
@@ -170,13 +176,13 @@ def _sample(source: Path, path: Path) -> bool:
         sizes = [len(line) for line in file]
     by_size, part = sorted(range(len(sizes)), key=sizes.__getitem__), SAMPLED // 4
     chosen = {*range(len(sizes))[: 2 * part], *by_size[:part], *by_size[-part:]}
-    with source.open("rb") as file, path.open("wb") as out:
+    with source.open("rb") as file, (folder / source.name).open("wb") as out:
         out.writelines(line for number, line in enumerate(file) if number in chosen)
     return len(chosen) == len(sizes)
 
 
 def _launch(
-    job: TrainJob, run: Run, events: _Events, leader: Leader | None, secrets: Mapping[str, str]
+    job: TrainJob, run: Run, events: _Events, leader: Leader | None, reward_url: str | None
 ) -> None:
     """Run the ranks of this node, together with those of the other nodes."""
     how, path = job.settings.launch, job.checkpoints / "job.json"
@@ -188,7 +194,7 @@ def _launch(
         ):
             run(
                 torchrun(job, path, meet),
-                env={**rank_environment(how), **variables, **secrets},
+                env=rank_environment(how, reward_url) | variables,
                 timeout_s=how.timeout_s,
                 on_event=events,
             )
@@ -215,7 +221,7 @@ def torchrun(job: TrainJob, job_path: Path, meet: list[str]) -> list[str]:
     return python_child("torch.distributed.run", *meet, *ranks, str(job_path))
 
 
-def rank_environment(how: Launch) -> dict[str, str]:
+def rank_environment(how: Launch, reward_url: str | None = None) -> dict[str, str]:
     """Return the variables that are added to the environment of the ranks."""
     threads = str(how.threads or max(1, len(os.sched_getaffinity(0)) // how.nproc))
     environment = {
@@ -224,6 +230,8 @@ def rank_environment(how: Launch) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # prepare has resolved everything to local folders
     }
+    if reward_url:
+        environment[REWARD_URL] = reward_url
     if how.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     allocator = "PYTORCH_ALLOC_CONF"
@@ -232,11 +240,6 @@ def rank_environment(how: Launch) -> dict[str, str]:
         # weights there.
         environment[allocator] = "pinned_max_round_threshold_mb:1"
     return environment
-
-
-def reward_environment(url: str | None) -> dict[str, str]:
-    """Return the variable with which the ranks get `reward.url`; none without a URL."""
-    return {REWARD_URL: url} if url else {}
 
 
 class _Events:

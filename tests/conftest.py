@@ -40,7 +40,7 @@ os.environ.update(
 )
 for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
     os.environ.pop(name, None)
-# As in the children of stages (`block_unused_imports.py`): half of what peft imports is not used.
+# As in the children of stages (`torch_process.py`): half of what peft imports is not used.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 for name in ("sklearn", "scipy", "tensorboard", "wandb"):

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tasks.config.checks import context
 from tasks.config.checks import machine as preflight_machine
 from tasks.core import machine
 from tasks.core.machine import Gpu, Gpus
@@ -98,7 +97,7 @@ def with_installed(patch: pytest.MonkeyPatch, versions: Mapping[str, str]) -> No
             raise PackageNotFoundError(name)
         return versions.get(name) or metadata.version(name)
 
-    patch.setattr(context, "version", version)
+    patch.setattr(machine, "version", version)
 
 
 def with_hub(

@@ -19,8 +19,7 @@ from importlib import import_module
 
 import numpy as np
 
-from tasks.process.block_unused_imports import start_lean
-from tasks.process.exit_process import end_process
+from tasks.process.torch_process import end_process, start_lean
 
 
 def rank(number: int, module: str, arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ from flows.monitoring import RunRecord, history
 from flows.orchestration.summary import Summary
 from flows.status import _document
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.report import StageResult
+from tasks.pipeline.stage import StageResult
 from tests.commands import command, environment
 from tests.conftest import PROJECT
 

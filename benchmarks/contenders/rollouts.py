@@ -44,7 +44,7 @@ class Ask:
 
 def rollout(ask: Ask) -> None:
     """Roll out with vLLM and the adapter in a training process."""
-    from tasks.process.block_unused_imports import start_lean
+    from tasks.process.torch_process import start_lean
 
     start_lean()
     from tasks.config.sections import Rollout
@@ -176,7 +176,7 @@ def weights(ask: Ask) -> None:
 
 def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
     """Return the policy in a DeepSpeed engine, its job, its single rank, and section `rollout`."""
-    from tasks.process.block_unused_imports import start_lean
+    from tasks.process.torch_process import start_lean
 
     start_lean()
     from tasks.config.defaults import ALGORITHMS

@@ -1,12 +1,13 @@
 """Run the stages of one model: prepare and train it, gather its partitions, and hand it off.
 
-This module, `train` and `handoff` turn the configuration into plain arguments of stage functions;
+This module and `handoff` turn the configuration into plain arguments of stage functions;
 nothing else does. Arguments passed as `config` are part of a stage's key, those passed as `context`
 are not.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,13 +20,16 @@ from flows.chain.handoff import (
     GATHER_ADAPTER,
     GATHER_WEIGHTS,
     LM_EVAL,
+    REINFORCE,
+    ROLLOUT_BASE,
+    TRAIN,
     HandOff,
     StageRunner,
 )
 from flows.chain.steps import continues
-from flows.chain.train import resolved, train_stage
-from flows.orchestration.progress import Progress
+from flows.monitoring import Progress
 from tasks.config.sections import Smoke, engine_dtype
+from tasks.core.redaction import redact_url
 from tasks.data.kinds import PROMPTS, TEXTS, Kind, kind_for, names_texts
 from tasks.delivery.examination import require_sound
 from tasks.delivery.plan import Work, plan_trained
@@ -35,11 +39,16 @@ from tasks.evaluation.scoring import ReferenceScorer
 from tasks.gather import gather
 from tasks.lm_eval import identity, lm_eval
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.stage import Stage
+from tasks.pipeline.stage import Stage, StageReport, plain
 from tasks.prepare import data_settings, prepare_base, prepare_data, source_identity
 from tasks.process.multinode import Leader
 from tasks.rl.reward_model import model_digest
+from tasks.rl.rewards import sources_digest
+from tasks.rollout_base import rollout_base
 from tasks.serving.vllm.job import VllmChild
+from tasks.train import train
+from tasks.training.job import Settings
+from tasks.training.tokens.truncation import refuse_truncated
 from tasks.weights.write import parse_size
 
 
@@ -90,19 +99,7 @@ class Chain:
         `first` is called before a training, and not before a reused one.
         """
         peft, base = self.settings["peft"], base or self.prepare_base()
-        inputs = {"base": base, "data": data}
-        if self._continued is not None:
-            inputs["adapter"] = self._continued
-        trained = train_stage(
-            self.settings,
-            self.mechanism,
-            self.scorer,
-            self.vllm,
-            inputs=inputs,
-            reward=self.reward,
-            leader=self.leader,
-            first=first,
-        )
+        trained = self._train(base, data, first)
         is_adapter = peft["kind"] != "none"
         gathered = self._run(
             GATHER_ADAPTER if is_adapter else GATHER_WEIGHTS,
@@ -126,6 +123,75 @@ class Chain:
         adapter = gathered if is_adapter else None
         last = quantized.artifact if quantized else None
         return Delivered(served.artifact, base, adapter, peft, last)
+
+    def _train(self, base: Artifact, data: Artifact, first: Callable[[], None] | None) -> Artifact:
+        """Train the base, or the adapter of the step before further: the `shards` artifact."""
+        section, stage, mechanism = self.settings, TRAIN, self.mechanism
+        settings, inputs = resolved(section), {"base": base, "data": data}
+        if self._continued is not None:
+            inputs["adapter"] = self._continued
+        if settings.online:
+            stage = REINFORCE
+            if self.reward is not None:
+                inputs["reward"] = self.reward
+            quantization = settings.peft.quantization(settings.dtype)
+            if quantization is not None:
+                inputs["rollout"] = self._run(
+                    ROLLOUT_BASE,
+                    rollout_base,
+                    inputs={"base": base},
+                    config={"quantization": quantization, "dtype": settings.dtype},
+                    context={"perform": self.scorer.perform},
+                )
+        config = {"settings": settings}
+        # One folder per result, so that the next run finds the checkpoints of an interrupted one.
+        checkpoints = mechanism.store.parent / "checkpoints" / stage.key(plain(config), inputs)
+
+        def work(out: Path, **arguments: Any) -> StageReport:
+            if first is not None:
+                first()
+            return train(out, **arguments)
+
+        result = mechanism.run(
+            stage,
+            work,
+            inputs=inputs,
+            config=config,
+            context={
+                "base_digest": base.digest,
+                "checkpoints": checkpoints,
+                "resume": section["train"]["resume"],
+                "max_truncated": section["data"]["max_truncated"],
+                "reward_url": section["reward"]["url"],
+                "log_path": mechanism.logs / "train.log",
+                "leader": self.leader,
+            },
+            observe=self._observe,
+        )
+        if result.artifact.digest:
+            refuse_cut_rows(section, result.artifact)
+        if not result.reused and not section["train"]["keep_ckpts"]:
+            # Checkpoints only serve an interrupted run, and this result is published. A plan, which
+            # comes before every run, trains nothing: those of an interrupted run are still needed.
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        return result.artifact
+
+    def _observe(self, record: Any, log: Any) -> Callable[[dict[str, Any]], None]:
+        """Show the progress of a training, and let the next children import meanwhile.
+
+        The scorer imports while the ranks train, and vLLM while weights are gathered and merged: it
+        takes a core for longer.
+        """
+        shown, smoke = Progress(record, log), Smoke(**self.settings["smoke"])
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["event"] == "plan":
+                self.scorer.warm()
+            if event["event"] == "done" and smoke.engine == "vllm":
+                self.vllm.warm(smoke, log=log, log_path=self.mechanism.logs / "smoke_eval.log")
+            shown(event)
+
+        return on_event
 
     def prepare_base(self) -> Artifact:
         """Run the stage prepare_base, or return the model that the step before serves."""
@@ -219,3 +285,38 @@ class Chain:
 
 
 _LOADING = ("dtype", "attn_implementation", "trust_remote_code")
+
+
+def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:
+    """Apply `data.max_truncated` to a reused result, as the ranks do to a new one.
+
+    The limit accepts or refuses a result and does not change it, so it is not part of the key.
+    """
+    counts = trained.notes.get("data", {}).get("train")
+    if counts is not None:
+        refuse_truncated(
+            counts,
+            source="train.jsonl",
+            max_len=settings["train"]["max_len"],
+            most=settings["data"]["max_truncated"],
+            texts=names_texts(settings["data"]),
+        )
+
+
+def resolved(settings: Mapping[str, Any]) -> Settings:
+    """Return the typed training settings of a configuration.
+
+    They are recorded, so they have no login or token of `reward.url`. A new token is thus no new
+    training.
+    """
+    sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
+    if settings["train"]["objective"] not in PROMPTS.objectives:
+        return Settings.from_sections(**sections)
+    reward = dict(settings["reward"])
+    reward["url"] = redact_url(reward["url"]) if reward["url"] else None
+    online = {
+        "rl": settings["rl"],
+        "rollout": settings["rollout"],
+        "reward": {**reward, "digest": sources_digest(reward, settings["rl"]["environment"])},
+    }
+    return Settings.from_sections(**sections, online=online)

@@ -9,32 +9,30 @@ distribution that its declaration names has another version.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.chain.dry_run import DryRun
 from tasks.config.sections import Smoke
 from tasks.convert import convert, value_head
+from tasks.core.errors import ArtifactError
 from tasks.delivery.plan import Work
 from tasks.drift.fingerprint import DriftLimit, quantized_profile
 from tasks.evaluation.measuring import Measuring
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.merge import merge
-from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.artifact import Artifact, open_artifact
 from tasks.pipeline.locks import Needs
-from tasks.pipeline.report import StageResult
-from tasks.pipeline.stage import Mechanism, Stage
+from tasks.pipeline.stage import Mechanism, Stage, StageResult, plain
 from tasks.weights.quantized.quantize import GGUF
 from tasks.weights.write import parse_size
 
 if TYPE_CHECKING:  # imported by the stages that run them: a delivery without an engine has none
     from tasks.bisect.run import Explainer
     from tasks.serving.vllm.job import VllmChild
-
-StageRunner = Mechanism | DryRun
-"""Runs stages, or only reports what would run."""
 
 CALIBRATION_ROWS = 128
 """Training rows that quantised layers are compared on."""
@@ -58,6 +56,65 @@ SMOKE = Stage("smoke_eval", "report", _VLLM, Needs.ENGINE)
 QUANTIZE = Stage("quantize", "served", (*_TORCH, "compressed-tensors"))
 SMOKE_QUANTIZED = Stage("smoke_quantized", "report", (*_VLLM, "compressed-tensors"), Needs.ENGINE)
 LM_EVAL = Stage("lm_eval", "report", (*_TORCH, "lm-eval"))
+
+
+@dataclass
+class DryRun:
+    """A `StageRunner` that runs nothing and reports what a run would do, in `states`.
+
+    Keys are as in a real run. If a stage has to run, the digest of its artifact is unknown, so that
+    the stages that read it have no key and have to run, too. Contents of existing artifacts are not
+    verified.
+    """
+
+    store: Path
+    force: frozenset[str]
+    step: str = ""
+    states: list[tuple[str, str]] = field(default_factory=list)  # stage, what would be done
+    results: list[StageResult] = field(default_factory=list)
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs that a run would write."""
+        return self.store.parent / "logs" / "planned"
+
+    @property
+    def scorer(self) -> ReferenceScorer:
+        """A scorer that is never asked, and so never starts its child process."""
+        return ReferenceScorer(
+            log=logging.getLogger(__name__), log_path=self.logs / "reference.log"
+        )
+
+    def run(
+        self,
+        stage: Stage,
+        function: Any,
+        *,
+        inputs: Mapping[str, Artifact],
+        config: Mapping[str, Any],
+        context: Mapping[str, Any] | None = None,
+        observe: Any = None,
+    ) -> StageResult:
+        """Note the state of one stage. Returns its artifact, without digest if it has to run."""
+        artifact = Artifact(stage.kind, self.store / stage.kind, "")
+        state = "to run"
+        if all(each.digest for each in inputs.values()):
+            path = artifact.path / stage.key(plain(config), inputs)
+            if {stage.name, f"{self.step}.{stage.name}"} & self.force:
+                state = f"to run (forced): {path.name}"
+            elif not path.exists():
+                state = f"to run: {path.name}"
+            else:
+                try:
+                    artifact, state = open_artifact(path, stage.kind), f"up to date: {path.name}"
+                except ArtifactError as error:
+                    artifact, state = Artifact(stage.kind, path, ""), f"to run: {error.message}"
+        self.states.append((stage.name, state))
+        return StageResult(stage.name, artifact, True, 0.0, (), None, {})
+
+
+StageRunner = Mechanism | DryRun
+"""Runs stages, or only reports what would run."""
 
 
 @dataclass(frozen=True, kw_only=True)

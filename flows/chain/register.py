@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flows.orchestration.evaluation import step_of
 from flows.orchestration.flow_run import FlowRun
-from flows.orchestration.summary import candidate_line, stage_entry
+from flows.orchestration.summary import candidate_line, last_metrics, of_last_step, stage_entry
 from flows.report.card import chain_card
 from tasks.core.errors import TrackingError
 from tasks.pipeline.artifact import CARD, Artifact, remember
-from tasks.pipeline.report import RegisteredModel, StageResult
-from tasks.register import Registry, register, require_passed
+from tasks.pipeline.stage import StageResult
+from tasks.register import register, require_passed
 from tasks.release.gate import Gate, conditions, judge, measured, run_kinds
 from tasks.release.model_card import write_card
-from tasks.tracking.mlflow_server import CHAMPION, EVALUATED_ON, GATE, NUMBERS
+from tasks.tracking.mlflow_server import CHAMPION, EVALUATED_ON, GATE, NUMBERS, RegisteredModel
+from tasks.tracking.tracker import Tracker
 
 
 def register_served(
-    flow_run: FlowRun, served: Artifact, registry: Registry, last: Mapping[str, Any]
+    flow_run: FlowRun, served: Artifact, tracker: Tracker, last: Mapping[str, Any]
 ) -> None:
     """Apply the gate and register. Never cached: the registry may have been emptied since.
 
@@ -33,15 +33,14 @@ def register_served(
     read = {r.name: r.artifact for r in results if r.artifact.kind == "report"}
     try:
         with flow_run.record.stage("register"):
-            gate, tags = _judge(results, registry, last)
+            gate, tags = _judge(results, tracker, last)
             summary.gate = gate.as_json()
             flow_run.tags |= tags
             if gate.verdicts:
-                summary.gate["text"] = gate.text()
                 _log_gate(flow_run, gate)
             summary.gate |= flow_run.host.call(
                 "register",
-                lambda log: _write_version(flow_run, served, gate, registry, last),
+                lambda log: _write_version(flow_run, served, gate, tracker, last),
                 {"served": served, **read},
             )
     except TrackingError as error:  # the model is complete: only the register has to be repeated
@@ -62,18 +61,17 @@ def register_served(
 
 
 def _judge(
-    all_results: Sequence[StageResult], registry: Registry, last: Mapping[str, Any]
+    all_results: Sequence[StageResult], tracker: Tracker, last: Mapping[str, Any]
 ) -> tuple[Gate, dict[str, str]]:
     """Judge the conditions of the gate. Returns the verdict, and tags for later comparisons."""
-    results = [r for r in all_results if step_of(r) == step_of(all_results[-1])]
-    metrics = {k: v for result in results for k, v in result.metrics.items()}
+    results, metrics = of_last_step(all_results), last_metrics(all_results)
     drifts = {r.name.rpartition(".")[2]: r.drift for r in results if r.drift}
     asked = conditions(
         last["gate"]["conditions"] or {}, last["gate"]["min_eval_gain"], run_kinds(last)
     )
     champion = None
     if any(condition.to == CHAMPION for condition in asked):
-        champion = registry.champion(last["tracking"]["model_name"])
+        champion = tracker.champion(last["tracking"]["model_name"])
     numbers, rows = measured(metrics, drifts), ""  # rows: hash of the evaluation rows
     if data := next((r.artifact for r in results if r.artifact.kind == "dataset"), None):
         rows = str(data.manifest()["files"].get("heldout.jsonl", {}).get("blake3", ""))
@@ -85,7 +83,7 @@ def _judge(
 
 def _log_gate(flow_run: FlowRun, gate: Gate) -> None:
     """Show the table of the gate, and log it in MLflow."""
-    flow_run.host.log.info("%s", gate.text().strip())
+    flow_run.host.log.info("%s", gate.text())
     rows = gate.as_json()["conditions"]
     data = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
     files = {"gate.json": json.dumps(data, indent=1)}  # as MLflow's `log_table` writes it
@@ -97,7 +95,7 @@ def _write_version(
     flow_run: FlowRun,
     served: Artifact,
     gate: Gate,
-    registry: Registry,
+    tracker: Tracker,
     last: Mapping[str, Any],
 ) -> dict[str, str]:
     results, settings = flow_run.mechanism.results, flow_run.composed.settings
@@ -114,7 +112,7 @@ def _write_version(
         },
         card=(served.path / CARD).read_text(),
     )
-    registered = register(registry, model, gate, promote=settings["register"]["promote"])
+    registered = register(tracker, model, gate, promote=settings["register"]["promote"])
     if registered.candidate != registered.version:
         flow_run.host.log.info("register: %s", candidate_line(asdict(registered)))
     return asdict(registered)

@@ -1,39 +1,100 @@
-"""Run a training flow: compose, check, run the steps of the chain, apply the gate, register.
+"""Run `python flows/rlhf.py ...`: compose, check, run the steps, apply the gate, register.
 
-The command and a Prefect worker call `run_chain(*prepare(overrides))`.
+The command calls `run_chain` within a flow, a Prefect worker `run_chain(*prepare(overrides))`. On a
+node other than the first the command only lends its ranks to the run.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
-
-from flows.chain.chain import Chain, Delivered
+from flows.chain.chain import Chain, Delivered, resolved
+from flows.chain.plan import check, render
 from flows.chain.register import register_served
 from flows.chain.steps import Step, chain_steps, compose
-from flows.chain.train import resolved
+from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
-from flows.cli.plan import check, render
+from flows.cli.config import run_main
 from flows.cli.vocabulary import in_step
+from flows.orchestration.flow_body import exit_status, start
 from flows.orchestration.flow_run import FlowRun, reserve, tracker_of
-from flows.orchestration.prefect_tasks import in_prefect
 from tasks.config.checks.memory import memory_of
 from tasks.core.errors import DataError
-from tasks.core.redaction import without_passwords
+from tasks.core.redaction import redact, redact_url, redacted
+from tasks.core.terminal import plain, to_stderr
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.locks import Patience, hold
 from tasks.pipeline.stage import Mechanism
-from tasks.process.multinode import Leader, Meeting
-from tasks.register import Registry
+from tasks.process.launch import launch
+from tasks.process.multinode import Leader, Meeting, follow, rendezvous
 from tasks.serving.vllm.job import VllmChild
-from tasks.train import check_rows
+from tasks.tracking.tracker import Tracker
+from tasks.train import check_rows, rank_environment, torchrun
+from tasks.training.job import TrainJob
 from tasks.weights.files.folder import CHAT_TEMPLATE
+
+
+def main() -> int:
+    """Run the command of this process. Returns the exit status."""
+    return run_main("rlhf", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    """Run one configuration. Whatever can be refused is refused before anything is written."""
+    bootstrap(composed.runs)
+    steps = chain_steps(composed, overrides)
+    if composed.settings["plan"]:
+        print(plain(render(steps)))
+        check(steps, shown=True)
+        return 0
+    check(steps)
+    meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
+    if meeting and not meeting.leads:
+        return run_follower(composed, meeting, urls_of(steps))
+    patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
+    with hold(composed.runs, patience):
+        typed = redacted(overrides)
+        body = partial(run_chain, composed, steps, typed, checked=True)
+        return exit_status(start("flows.rlhf:rlhf", composed, overrides, body), composed)
+
+
+def urls_of(steps: Sequence[Step]) -> dict[str, str]:
+    """Return `reward.url` of all steps, by the text that is recorded of it."""
+    urls = [step.composed.settings["reward"]["url"] for step in steps]
+    return {redact(redact_url(url)): url for url in urls if url}
+
+
+def run_follower(composed: Composed, meeting: Meeting, urls: Mapping[str, str]) -> int:
+    """Lend the ranks of this node to node 0 until the run is done. Returns node 0's exit status.
+
+    `urls` is that of `urls_of`: the job of node 0 has no secrets.
+    """
+    logs = composed.runs / "logs" / f"node-{meeting.rank:02d}"
+    logs.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    log = logging.getLogger("plumbline.node")
+    log.info("node %d of %d follows %s", meeting.rank, meeting.nodes, meeting.address)
+
+    run = partial(launch, stage="train", log=log, log_path=logs / "train.log")
+
+    def join(job_path: Path) -> None:
+        job = TrainJob.read(job_path)
+        how = job.settings.launch
+        with rendezvous(meeting) as (meet, variables):
+            environment = rank_environment(how, urls.get(job.settings.reward_url)) | variables
+            run(torchrun(job, job_path, meet), env=environment, timeout_s=how.timeout_s)
+
+    status = follow(meeting, composed.runs, join)
+    log.info("node 0 is done, status %d", status)
+    return status
 
 
 def prepare(overrides: list[str]) -> tuple[Composed, list[Step], list[str]]:
@@ -42,7 +103,7 @@ def prepare(overrides: list[str]) -> tuple[Composed, list[Step], list[str]]:
     Returns the arguments of `run_chain`; the last is what was typed, without passwords.
     """
     composed = compose(overrides)
-    return composed, chain_steps(composed, overrides), without_passwords(overrides)
+    return composed, chain_steps(composed, overrides), redacted(overrides)
 
 
 def run_chain(
@@ -52,6 +113,10 @@ def run_chain(
 
     Raises PlumblineError, which the summary has, too, unless nothing was started.
     """
+    from prefect import get_run_logger  # not imported for a plan on a terminal
+
+    from flows.orchestration.prefect_tasks import in_prefect
+
     if composed.settings["plan"]:
         text = render(steps)
         get_run_logger().info("%s", text)
@@ -60,7 +125,8 @@ def run_chain(
     if not checked:
         check(steps)
     with in_prefect("rlhf", composed) as host:
-        exp = experiment_of(overrides)
+        chosen = [o.partition("=")[2] for o in overrides if o.lstrip("+").startswith("exp=")]
+        exp = chosen[-1] if chosen else None
         tracker = tracker_of(composed)
         flow_run = FlowRun.begin(
             "rlhf", composed, host, tracker=tracker, exp=exp, overrides=overrides
@@ -72,7 +138,7 @@ def run_chain(
             if (rank := memory_of(step.composed.settings, rewarded=step.rewarded)) is not None
         }
         title = _describe(flow_run, steps, exp or "rlhf")
-        return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))
+        return flow_run.run(title, partial(_run_stages, steps=steps, tracker=tracker))
 
 
 def _describe(flow_run: FlowRun, steps: Sequence[Step], name: str) -> str:
@@ -92,13 +158,7 @@ def defaults_of(step: Step) -> list[str]:
     return [f"{name}{line}" for line in step.composed.defaults]
 
 
-def experiment_of(overrides: list[str]) -> str | None:
-    """Return the experiment that the overrides choose; None if they choose none."""
-    experiments = [o.partition("=")[2] for o in overrides if o.lstrip("+").startswith("exp=")]
-    return experiments[-1] if experiments else None
-
-
-def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry) -> None:
+def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], tracker: Tracker) -> None:
     """Run all steps, then register the model that the last one serves."""
     mechanism, composed = flow_run.mechanism, flow_run.composed
     scorer = flow_run.scorer(_threads(composed))
@@ -113,7 +173,7 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
         flow_run.tags["quantize"] = steps[-1].composed.settings["convert"]["quantize"]
         flow_run.tags["digest.unquantized"] = delivered.served.digest
         flow_run.summary.unquantized = str(delivered.served.path)
-    register_served(flow_run, served, registry, steps[-1].composed.settings)
+    register_served(flow_run, served, tracker, steps[-1].composed.settings)
 
 
 def _deliver(

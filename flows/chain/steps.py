@@ -22,8 +22,7 @@ from flows.cli.composed import Composed
 from flows.cli.config import compose_config, split
 from flows.cli.vocabulary import in_step, nearest
 from tasks.config.checks import findings
-from tasks.core.errors import ConfigError
-from tasks.core.finding import Finding
+from tasks.core.errors import ConfigError, Finding
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tasks.core.disk import is_full
 from tasks.core.errors import PlumblineError
+from tasks.core.files import is_full
 from tasks.core.terminal import clean_logging
+from tasks.process.child import PROJECT
 
 QUIET = {
     "DO_NOT_TRACK": "true",  # Prefect accepts several spellings, MLflow only this one
@@ -47,7 +48,7 @@ _FAILED = "Finished in state Failed"
 _set_here: set[str] = set()
 
 
-def bootstrap(project: Path, runs: Path) -> None:
+def bootstrap(runs: Path, project: Path = PROJECT) -> None:
     """Set the environment of this process and of its child processes. Writes nothing to disk.
 
     Caches go under `.cache` of the project, Prefect's home under the folder of runs, unless

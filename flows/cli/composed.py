@@ -13,9 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flows.cli.vocabulary import VALUE, Problem, Vocabulary, config_error, wrong_values
-from tasks.core.disk import full_disk
-from tasks.core.errors import PlumblineError
-from tasks.core.finding import Finding
+from tasks.core.errors import Finding, PlumblineError
+from tasks.core.files import full_disk
 from tasks.core.redaction import INTERPOLATION, hide_in_url, hide_interpolated, redacted
 from tasks.core.terminal import plain
 

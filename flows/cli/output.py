@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import ConfigError
-from tasks.core.files import meant
-from tasks.core.finding import Finding
-from tasks.core.private import open_up
+from tasks.core.errors import ConfigError, Finding
+from tasks.core.files import meant, open_up
 from tasks.core.report import Report
 from tasks.core.terminal import typed
 

@@ -16,10 +16,8 @@ from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
 from flows.cli.output import folder, no_folder
 from tasks.config.checks.servers import reachable
-from tasks.core.errors import ConfigError
-from tasks.core.finding import preflight
+from tasks.core.errors import ConfigError, preflight
 from tasks.core.redaction import redact
-from tasks.process.child import PROJECT
 from tasks.tracking.mlflow_server import Server, Version
 from tasks.tracking.outbox import RefusedError, UnreachableError
 
@@ -30,7 +28,7 @@ DATABASE = "mlflow/mlflow.db"
 @contextmanager
 def registry(composed: Composed) -> Iterator[Server]:
     """Open MLflow's registry. Raises ConfigError if there is none, or it does not answer."""
-    bootstrap(PROJECT, composed.runs)
+    bootstrap(composed.runs)
     uri = composed.settings["tracking"]["uri"]
     preflight(list(reachable(uri)))
     if uri is None and not (composed.runs / DATABASE).is_file():

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from tasks.core.private import stay_private
-from tasks.process.exit_process import end_process
+from tasks.core.files import stay_private
+from tasks.process.torch_process import end_process
 
 OLDEST = (3, 11)
 _GC_THRESHOLD = 50_000

@@ -22,8 +22,7 @@ from flows.cli.composed import Composed, report, resolve, run_job
 from flows.cli.usage import brief, full
 from flows.cli.vocabulary import Problem, Vocabulary, no_setting, unknown_key
 from tasks.config import tools
-from tasks.core.errors import ConfigError
-from tasks.core.finding import Finding
+from tasks.core.errors import ConfigError, Finding
 
 
 @dataclass(frozen=True)

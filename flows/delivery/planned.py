@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.composed import Composed
+from flows.cli.output import folder
 from flows.report.card import delivery_card
 from tasks.audit.run import Report
-from tasks.config.checks import preflight
 from tasks.config.checks.machine import smoke_engine
 from tasks.config.checks.quantized import quantizing
 from tasks.config.checks.servers import prefect_reachable, public, reachable
-from tasks.core.errors import ConfigError, PlumblineError, first_and_more
-from tasks.core.terminal import plain
+from tasks.core.errors import ConfigError, PlumblineError, first_and_more, preflight
+from tasks.core.terminal import in_words, plain
 from tasks.delivery import examination
 from tasks.delivery.base import attention_of, choose_base, find_base, undecided, wrong_base
 from tasks.delivery.folders import put, require_free
-from tasks.delivery.plan import Request, Work, describe_plan, megabytes, prepare
+from tasks.delivery.plan import Request, Work, describe_plan, prepare
 from tasks.delivery.reference import PROBE_TOKENS, SHORTEST
 from tasks.delivery.source import SourceFolder, recognise
 from tasks.delivery.tokens import find_tokens
 from tasks.drift.witness import Witness, find_witness
 from tasks.evaluation.checks import GREEDY_TOKENS
 from tasks.pipeline.artifact import remember
-from tasks.pipeline.report import StageResult
+from tasks.pipeline.stage import StageResult
 from tasks.weights.files.folder import require_own_files
 from tasks.weights.quantized.quantize import GGUF
 from tasks.weights.write import parse_size, require_space
@@ -134,7 +134,7 @@ class Delivery:
         plans = {"gather": work.gather, "merge": work.plan if work.merges else None}
         plans["convert"] = work.plan if work.converts else None
         yield from (f"  {name}: {describe_plan(plan)}" for name, plan in plans.items() if plan)
-        yield f"  served: {len(work.plan.ops)} tensors, {megabytes(work.plan.nbytes)}"
+        yield f"  served: {len(work.plan.ops)} tensors, {in_words(work.plan.nbytes)}"
         if scheme != "none":
             yield f"  quantized: {scheme}"
 
@@ -156,7 +156,7 @@ def _prepare(composed: Composed) -> Delivery:
     servers = [*reachable(tracking["uri"]), *(prefect_reachable() if measured else ())]
     preflight([*servers, *public(tracking)])
     max_shard_bytes = parse_size(convert["max_shard_size"])
-    source = recognise(_folder(settings["source"]))
+    source = recognise(folder(settings["source"]))
     base = find_base(source, settings["base"], store)
     if base is not None:
         require_own_files(base)
@@ -166,7 +166,7 @@ def _prepare(composed: Composed) -> Delivery:
     compared = base if source.kind != "model" else None
     report = examination.examine(source.root, compared, check_base=check)
     warnings = wrong_base(source, base, store, check=check)
-    out, bases = _folder(settings["out"]), [base] if base is not None else []
+    out, bases = folder(settings["out"]), [base] if base is not None else []
     require_free(out, [source.root, *bases])
     choice = choose_base(source, base, settings["merge"], store)
     if source.kind == "adapter" and not choice.mode:
@@ -179,7 +179,7 @@ def _prepare(composed: Composed) -> Delivery:
         dtype=convert["dtype"],
         max_shard_bytes=max_shard_bytes,
         choice=choice,
-        adapter_config=_folder(config) if config else None,
+        adapter_config=folder(config) if config else None,
         rounding=settings["merge"]["rounding"],
         scanned=report.values,
     )
@@ -199,8 +199,8 @@ def _prepare(composed: Composed) -> Delivery:
     if measured:
         _require_measurable(work, engine)
         warnings += [unable] if unable else []
-    for folder in {_existing(composed.runs), _existing(out)}:
-        require_space(folder, work.plan.nbytes)
+    for place in (composed.runs, out):
+        require_space(place, work.plan.nbytes)
     return Delivery(
         composed,
         source,
@@ -229,11 +229,3 @@ def _token_folders(source: SourceFolder) -> list[Path]:
     inside = [source.root / "tokenizer"] if source.kind == "shards" else []
     above = [source.root.parent] if source.kind in ("deepspeed", "distributed") else []
     return [*inside, source.root, *above]
-
-
-def _folder(text: str) -> Path:
-    return Path(text).expanduser().absolute()
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())

@@ -15,27 +15,25 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from flows.chain.dry_run import DryRun
+from flows.chain.handoff import DryRun
 from flows.cli.bootstrap import bootstrap
 from flows.cli.composed import Composed
-from flows.cli.config import compose_config
-from flows.cli.entry import run_main
-from flows.cli.outcome import completed, exit_status
+from flows.cli.config import compose_config, run_main
 from flows.delivery.planned import Delivery, prepare_delivery
 from flows.delivery.stages import to_served
+from flows.orchestration.flow_body import completed, exit_status
 from flows.orchestration.flow_run import (
     FlowRun,
     Host,
     in_this_process,
     tracker_of,
 )
-from tasks.core.redaction import without_passwords
+from tasks.core.redaction import redacted
 from tasks.core.terminal import to_stderr
 from tasks.delivery import examination
 from tasks.delivery.folders import require_intact, require_same
 from tasks.pipeline.locks import Patience, hold
-from tasks.process.child import PROJECT
-from tasks.tracking.tracker import Tracker, Unrecorded
+from tasks.tracking.tracker import Tracker
 
 
 def main() -> int:
@@ -45,14 +43,14 @@ def main() -> int:
 
 def _job(composed: Composed, overrides: list[str]) -> int:
     """Plan and run one delivery. Whatever can be refused is refused before anything is written."""
-    bootstrap(PROJECT, composed.runs)
+    bootstrap(composed.runs)
     delivery, text = plan(composed)
     print(text, flush=True)
     if composed.settings["plan"]:
         return 0
     patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
     with hold(composed.runs, patience):
-        typed = without_passwords(overrides)
+        typed = redacted(overrides)
         if delivery.engine is None:
             summary = direct(delivery, _log(), uuid.uuid4().hex, typed)
             return completed(composed.runs, summary)
@@ -109,14 +107,14 @@ def direct(
 ) -> dict[str, Any]:
     """Run a delivery without Prefect, and without MLflow unless `tracking.uri` names a server."""
     # MLflow is not imported without a server, which would take seconds.
-    is_recorded = bool(delivery.settings["tracking"]["uri"])
-    tracker = tracker_of(delivery.composed) if is_recorded else Unrecorded()
+    recorded = bool(delivery.settings["tracking"]["uri"])
+    tracker = tracker_of(delivery.composed, recorded=recorded)
     patience = Patience(delivery.settings["paths"]["wait_s"], log.info)
     return _run(delivery, in_this_process(run_id, log, patience), tracker, overrides)
 
 
 def _run(
-    delivery: Delivery, host: Host, tracker: Tracker | Unrecorded, overrides: Sequence[str]
+    delivery: Delivery, host: Host, tracker: Tracker, overrides: Sequence[str]
 ) -> dict[str, Any]:
     def stages(run: FlowRun) -> None:
         # Not while planning: the first comparison of an artifact with its manifest reads all of it.

@@ -26,7 +26,7 @@ from tasks.evaluation.scoring import ReferenceScorer
 from tasks.gather import gather_foreign
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Needs
-from tasks.pipeline.report import StageResult
+from tasks.pipeline.stage import StageResult
 from tasks.weights.write import parse_size
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 

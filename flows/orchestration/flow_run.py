@@ -24,12 +24,11 @@ from typing import Any
 
 from flows.cli.composed import Composed
 from flows.monitoring import RunRecord
-from flows.orchestration.evaluation import evaluation
-from flows.orchestration.summary import Summary, stage_entry
+from flows.orchestration.summary import Summary, evaluation, stage_entry
 from flows.servers import mlflow_page
 from tasks.core import machine
-from tasks.core.disk import disk_full_named
 from tasks.core.errors import ContractError, PlumblineError, TrackingError
+from tasks.core.files import disk_full_named
 from tasks.core.redaction import redact, redact_error
 from tasks.core.terminal import command
 from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
@@ -37,7 +36,7 @@ from tasks.pipeline.artifact import sweep
 from tasks.pipeline.locks import FOREVER, Needs, Patience, devices
 from tasks.pipeline.stage import REFERENCE_LOG, Call, Mechanism
 from tasks.process.child import PROJECT
-from tasks.tracking.tracker import Tracker, Unrecorded
+from tasks.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,11 @@ def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host
     return Host(run_id, log, lambda _, work, __: work(log), lambda _: None, patience=patience)
 
 
-def tracker_of(composed: Composed) -> Tracker:
-    """Return the MLflow tracker of a configuration."""
+def tracker_of(composed: Composed, *, recorded: bool = True) -> Tracker:
+    """Return the MLflow tracker of a configuration; one that drops all if it is not `recorded`."""
     experiment, reports = composed.settings["tracking"]["experiment"], composed.runs / "reports"
-    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, reports)
+    uri = composed.tracking_uri if recorded else ""
+    return Tracker(uri, experiment, composed.tracking_root, reports)
 
 
 def reserve(
@@ -128,7 +128,7 @@ class FlowRun:
         composed: Composed,
         host: Host,
         *,
-        tracker: Tracker | Unrecorded,
+        tracker: Tracker,
         exp: str | None = None,
         overrides: Sequence[str] = (),
         has_page: bool = True,
@@ -176,8 +176,7 @@ class FlowRun:
         full_disk, tracker = partial(disk_full_named, self.composed.runs), self.mechanism.tracker
         with self.record:
             try:
-                with full_disk(), tracker.flow(title, settings, text, self._tags()) as run_id:
-                    self.summary.mlflow_run_id = run_id or None
+                with full_disk(), tracker.flow(title, settings, text, self._tags()):
                     self._find_pages()
                     try:
                         with full_disk():
@@ -226,8 +225,9 @@ class FlowRun:
         }
 
     def _find_pages(self) -> None:
-        """Note the pages of this run in Prefect and MLflow, once MLflow has the run."""
+        """Note MLflow's id of this run, once it has the run, and the pages there and in Prefect."""
         known = {"prefect": self.host.page}
+        self.summary.mlflow_run_id = self.mechanism.tracker.run_id or None
         if page := self.mechanism.tracker.page:
             uri = self.composed.settings["tracking"]["uri"]
             known["mlflow"] = mlflow_page(self.composed.runs, uri, page)

@@ -25,7 +25,7 @@ from flows.servers import is_embedded
 from tasks.core.redaction import redact, redact_error
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import Patience, hold
-from tasks.pipeline.report import StageResult
+from tasks.pipeline.stage import StageResult
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)

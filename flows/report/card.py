@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.orchestration.summary import stage_entry
+from flows.orchestration.summary import last_metrics, stage_entry
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.report import StageResult
+from tasks.pipeline.stage import StageResult
 from tasks.release.gate import LM_EVAL, NUMBERS, interval, measured
 from tasks.release.model_card import card, hub_id, license_of
 from tasks.serving.llama_cpp import serve_line
@@ -101,11 +101,7 @@ def _changed(command: str) -> list[str]:
 
 def _evaluation(results: Sequence[StageResult]) -> Iterator[str]:
     """Yield a table of the evaluation of the last step, before and after training."""
-    last = results[-1].name.rpartition(".")[0]
-    metrics: dict[str, float] = {}
-    for result in results:
-        if result.name.rpartition(".")[0] == last:
-            metrics |= result.metrics
+    metrics = last_metrics(results)
     numbers = measured(metrics, {})
     names = [n for n in NUMBERS if n.startswith(("eval.", "quantize.")) and n in numbers]
     names += [n for n in numbers if n.startswith(LM_EVAL)]

@@ -18,6 +18,7 @@ from typing import Any
 
 from flows.monitoring import PROGRESS, STEPS
 from tasks.core.terminal import plain
+from tasks.weights.files.documents import optional_json
 
 SAMPLES_SHOWN, TEXT_SHOWN = 12, 1200
 """Most samples, and most characters of a prompt or a response."""
@@ -52,34 +53,23 @@ class Stage:
 
 @dataclass
 class Collected:
-    """Contents of the report.
+    """Contents of the report; curves and lengths are by the name of the training stage."""
 
-    Attributes:
-        summary: summary.json.
-        stages: the stages in order, one that failed included.
-        curves: curves by the name of the training stage.
-        lengths: (largest length of a bin, training rows) by the name of the training stage, and
-            `train.max_len`.
-        samples: prompt, expected text, responses before and after training.
-        versions: versions of libraries, from the manifests.
-        config: the configuration as YAML.
-    """
-
-    summary: dict[str, Any]
-    stages: list[Stage] = field(default_factory=list)
+    summary: dict[str, Any]  # summary.json
+    stages: list[Stage] = field(default_factory=list)  # in order, one that failed included
     curves: dict[str, Curves] = field(default_factory=dict)
+    # (largest length of a bin, training rows), and `train.max_len`
     lengths: dict[str, tuple[list[tuple[int, int]], int]] = field(default_factory=dict)
+    # prompt, expected text, responses before and after training
     samples: list[dict[str, Any]] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-    config: str = ""
+    versions: dict[str, str] = field(default_factory=dict)  # of libraries, from the manifests
+    config: str = ""  # YAML
 
 
 def collect(folder: Path) -> Collected:
     """Return the contents of the report of a run, `<paths.runs>/reports/<run>`.
 
-    Raises:
-        OSError: there is no summary.json.
-        ValueError: summary.json is damaged.
+    Raises OSError if there is no summary.json, ValueError if it is damaged.
     """
     run = Collected(cleaned(json.loads((folder / "summary.json").read_text())))
     with suppress(OSError):
@@ -167,10 +157,8 @@ def _samples(path: Path) -> list[dict[str, Any]]:
 
 def document(path: Path) -> dict[str, Any]:
     """Return a JSON object with plain texts; empty if it is missing or cannot be read."""
-    with suppress(OSError, ValueError):
-        value = cleaned(json.loads(path.read_text()))
-        return value if isinstance(value, dict) else {}
-    return {}
+    value: dict[str, Any] = cleaned(optional_json(path))
+    return value
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

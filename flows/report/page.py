@@ -13,8 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from flows.orchestration.evaluation import harness_names
-from flows.orchestration.summary import truncation_lines
+from flows.orchestration.summary import harness_names, truncation_lines
 from flows.report.collect import Collected, collect
 from flows.report.figures import Figure, draw, histogram, row_lengths
 from flows.report.results import (
@@ -27,7 +26,7 @@ from flows.report.results import (
     response_lengths,
     results,
 )
-from tasks.config.checks.memory import in_words
+from tasks.core.terminal import in_words
 from tasks.serving.llama_cpp import serve_line
 
 REPORT = "report.html"

@@ -44,11 +44,7 @@ class Interval:
 def paired(
     first: Sequence[float], second: Sequence[float], *, resamples: int = RESAMPLES, seed: int = SEED
 ) -> Interval:
-    """Return the difference of the means over the same rows, in the same order.
-
-    Raises:
-        ValueError: there are no rows, or not as many in both.
-    """
+    """Return the difference of the means over the same rows; ValueError if some miss."""
     differences = np.array([b - a for a, b in zip(first, second, strict=True)], dtype=float)
     return _interval(_means(differences, resamples, np.random.default_rng(seed)), differences)
 

@@ -15,7 +15,7 @@ from tasks.audit.check import Finding, errors_of, examine
 from tasks.audit.source import Source, open_source
 from tasks.audit.tensor_names import cannot_rename, new_names
 from tasks.core.errors import ConfigError, ContractError, first_and_more
-from tasks.core.private import open_up
+from tasks.core.files import open_up
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin, publish, staging
 from tasks.weights.files.folder import copy_side_file
 from tasks.weights.plan import Plan, as_is

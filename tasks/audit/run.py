@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.audit.check import Finding, Severity, errors_of, examine, printable
-from tasks.audit.source import command, commands, open_source
+from tasks.audit.source import commands, open_source
 from tasks.core import report
 from tasks.core.report import Page, Row
+from tasks.core.terminal import command
 
 _UNREADABLE = ("FILE_MISSING", "INDEX_WRONG")
 """Errors of a base that cannot be compared with anything."""
@@ -78,7 +79,8 @@ class Report(report.Report):
         line = f"{self.counts} in {self.seconds:.1f} s{unread}"
         tail = [f"a copy without the errors: {self.mending}"] if self.mendable else []
         tail += [f"the base has errors: {base.typed}"] if base else []
-        return Page([f"{self.source}: {self.what}"], rows, line, tail)
+        head = [f"{self.source}: {self.what}"]
+        return Page(head, rows, line, tail, subject=self.source, seconds=self.seconds)
 
     @property
     def typed(self) -> str:

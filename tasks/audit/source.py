@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tasks.audit.folder import Folder, open_weights
-from tasks.core import terminal
-from tasks.core.terminal import typed
+from tasks.core.terminal import command
 from tasks.weights.files.documents import MANIFEST, own_manifest
 from tasks.weights.files.reader import Weights, index_of
 from tasks.weights.files.tensors import Tensors
@@ -253,16 +252,6 @@ def named_base(settings: Mapping[str, Any]) -> Path | None:
     commit = reference.read_text().strip() if reference.is_file() else revision
     snapshot = cache / "snapshots" / commit
     return snapshot if (snapshot / CONFIG).is_file() else None
-
-
-def command(program: str, **settings: object) -> str:
-    """Return a command line of Plumbline, quoted for the shell; a setting of None is left out."""
-    words = [
-        typed(key, str(value).lower() if isinstance(value, bool) else value)
-        for key, value in settings.items()
-        if value is not None
-    ]
-    return " ".join([terminal.command(program), *words])
 
 
 def setting(file: str, **values: object) -> str:

@@ -12,9 +12,10 @@ from tasks.core.terminal import command
 
 SHOWN = 10
 """Rows of a table."""
-AUDIT = f"read every byte of b: {command('audit')} source=<b> base=<a> values=true"
-REDO = f"make b's folder again from its source: {command('deliver')} <source> out=<folder>"
-MERGE = f"merge it: {command('deliver')} <adapter> base=<folder> out=<folder>"
+AUDIT = f"read every byte of b: {command('audit', source='<b>', base='<a>', values=True)}"
+_DELIVER = command("deliver", source="<source>", out="<folder>")
+REDO = f"make b's folder again from its source: {_DELIVER}"
+MERGE = f"merge it: {command('deliver', source='<adapter>', base='<folder>', out='<folder>')}"
 
 VERDICTS = {
     "same": "no difference: both compute the same",

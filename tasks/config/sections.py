@@ -320,8 +320,7 @@ class Peft(Section):
     def quantization(self, dtype: str) -> dict[str, Any] | None:
         """Return the base's quantisation as `train.json` has it; None if it is not quantised.
 
-        Args:
-            dtype: `model.dtype`, which 4-bit layers compute in.
+        4-bit layers compute in `dtype`, which is `model.dtype`.
         """
         if self.kind != "qlora":
             return None

@@ -8,7 +8,8 @@ errors survive pickling, since Prefect pickles them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from tasks.core.terminal import plain
 
@@ -127,3 +128,32 @@ class StageProcessError(PlumblineError):
 def first_and_more(findings: Sequence[str]) -> str:
     """Return one line for several findings: the first one, and the number of the others."""
     return findings[0] + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One invalid or suspicious setting: an error refuses the run, a warning is shown.
+
+    `allowed` says what is allowed, or why the value is not; `override` what to type instead.
+    """
+
+    what: str
+    found: str
+    allowed: str
+    override: str
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.found}; {self.allowed} -> {self.override}"
+
+
+def preflight(problems: Sequence[Finding]) -> list[Finding]:
+    """Raise one ConfigError with a line for each error; return the warnings if there are none."""
+    errors = [finding for finding in problems if finding.severity == "error"]
+    if errors:
+        count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"
+        raise ConfigError(
+            f"the preflight found {count}; nothing was started",
+            details=[str(finding) for finding in errors],
+        )
+    return [finding for finding in problems if finding.severity == "warning"]

@@ -114,6 +114,14 @@ def resident_peak() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def installed(name: str) -> str:
+    """Return the version of a distribution; empty if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
 OLDEST_DRIVER = {12: 525, 13: 580}
 """Oldest driver branch for each major version of CUDA on Linux, from CUDA's release notes."""
 
@@ -123,9 +131,7 @@ def torch_build() -> tuple[str, tuple[int, int] | None]:
 
     Both come from the installed `torch/version.py`. The version is "0" if torch is not installed.
     """
-    try:
-        release = version("torch")
-    except PackageNotFoundError:
+    if not (release := installed("torch")):
         return "0", None
     spec = find_spec("torch")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
@@ -160,10 +166,8 @@ def measured_on(device: Any, attention: str) -> dict[str, str]:
 
         name = torch.cuda.get_device_name(device)
     facts = {"device": device.type, "name": name, "attention": attention}
-    for package in ("torch", "transformers", "peft", "bitsandbytes"):
-        with suppress(PackageNotFoundError):
-            facts[package] = version(package)
-    return facts
+    packages = ("torch", "transformers", "peft", "bitsandbytes")
+    return facts | {name: release for name in packages if (release := installed(name))}
 
 
 def _cpu_fact(*keys: str) -> str:

@@ -20,7 +20,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
@@ -171,8 +171,3 @@ def _forms(value: str) -> Iterator[str]:
     yield from (json.dumps(value)[1:-1], repr(value)[1:-1])
     for in_base64 in (base64.b64encode(encoded), base64.urlsafe_b64encode(encoded)):
         yield from (in_base64.decode(), in_base64.decode().rstrip("="))
-
-
-def without_passwords(overrides: Iterable[str]) -> list[str]:
-    """Redact overrides for Prefect, which records the parameters of a flow run."""
-    return list(map(redact, overrides))

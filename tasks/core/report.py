@@ -65,6 +65,8 @@ class Page:
     line: str
     tail: Sequence[str] = ()
     proves: bool = True  # False: neither a success nor a failure
+    subject: str = ""  # model or folder that it is about
+    seconds: float = 0.0  # that it took; 0 if that was not measured
 
 
 class Report:
@@ -92,7 +94,7 @@ class Report:
         for number, row in enumerate(sorted(page.rows, key=lambda row: not row.failed)):
             below = list(_below(row, explained))
             word = row.verdict.upper() if row.verdict == "fault" else row.verdict
-            lines += [""] * (not number or bool(below))
+            lines += [""] if lines and (not number or below) else []
             lines += fold(f"{word:<8} {row.code:<{_CODE}}  {row.text}", "", " " * (_CODE + 11))
             lines += below
         return plain("\n".join([*lines, "", *fold(page.line), *page.tail]))
@@ -115,10 +117,9 @@ class Report:
         for word, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
             top.set(word, str(kinds.count(kind)))
         top.set("tests", str(len(cases)))
-        if seconds := getattr(self, "seconds", None):
-            top.set("time", f"{seconds:.3f}")
-        subject = getattr(self, "model", "") or getattr(self, "source", "")
-        name = plain(f"{self.command}.{subject}" if subject else self.command)
+        if page.seconds:
+            top.set("time", f"{page.seconds:.3f}")
+        name = plain(f"{self.command}.{page.subject}" if page.subject else self.command)
         for row, kind in zip(cases, kinds, strict=True):
             about = {"classname": name, "name": plain(row.code)}
             case = ElementTree.SubElement(top, "testcase", about)

@@ -46,11 +46,21 @@ def plain(text: str) -> str:
     return _SURROGATES.sub("\ufffd", _CONTROLS.sub("", _ESCAPES.sub("", text)))
 
 
-def command(program: str) -> str:
-    """Return what starts a program of `flows/`, as this process or its parent was started."""
+def command(program: str, **settings: object) -> str:
+    """Return a command line of a program of `flows/`, quoted for the shell, as this one was typed.
+
+    A setting of None is left out.
+    """
+    start = f"python flows/{program}.py"
     if STARTED in os.environ:
-        return "plumbline train" if program == "rlhf" else f"plumbline {program}"
-    return f"python flows/{program}.py"
+        start = "plumbline train" if program == "rlhf" else f"plumbline {program}"
+    words = (typed(key, value) for key, value in settings.items() if value is not None)
+    return " ".join([start, *words])
+
+
+def in_words(size: int) -> str:
+    """Return a size with its unit, such as 14.2 GiB."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def to_stderr(line: str) -> None:
@@ -65,7 +75,7 @@ def json_text(document: object) -> str:
 
 def typed(key: str, value: object) -> str:
     """Return `key=value`, quoted for the shell; a placeholder such as `<folder>` is not quoted."""
-    word = f"{key}={value}"
+    word = f"{key}={str(value).lower() if isinstance(value, bool) else value}"
     return word if re.fullmatch(r"<[a-z ]+>", str(value)) else shlex.quote(word)
 
 

@@ -3,6 +3,5 @@
 readers    rows of files and `datasets` ids; several sources in order, or mixed by probability
 messages   columns of a row; checked messages, tools, conversations
 kinds      kinds of rows (conversations, pairs, prompts, ...) and the objectives that use them
-control    control tokens in the texts of a row
-build      `build_dataset`: write train.jsonl and heldout.jsonl, and count all rows
+build      `build_dataset`: write train.jsonl and heldout.jsonl, refuse control tokens, count rows
 """

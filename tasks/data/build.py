@@ -13,26 +13,82 @@ import difflib
 import hashlib
 import itertools
 import json
-import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
+from tasks.config.sections import ControlTokens
 from tasks.core.errors import DataError, EmptySplitError
-from tasks.data.control import WAYS, Control
 from tasks.data.kinds import CONVERSATIONS, Kind, Payload, content_id, side_id, unread
-from tasks.data.messages import SYSTEM, Unusable
+from tasks.data.messages import REASONING, SYSTEM, Unusable
 from tasks.data.readers import ALL_EXHAUSTED, Row, Source, mix, wrong_probabilities
+from tasks.process.output import Log
 
-Log = logging.Logger | logging.LoggerAdapter[Any]
+REFUSE, KEEP = "refuse", "keep"
+_PARTS = ("prompt", "messages", "chosen", "rejected")
+WAYS = f"data.control_tokens={KEEP} takes it as it is"
 TRAIN, HELD_OUT = "train", "heldout"
 COUNTS = ("read", "kept", "refused", "overlapping")  # `train` cuts long rows: it has the tokenizer
 SHOWN = 20
 """Bad rows that an error or the log names."""
 MOST_COLUMNS_NOTED = 50
+
+
+@dataclass(frozen=True)
+class Control:
+    """Control tokens of a tokenizer, and what becomes of a text that contains one.
+
+    A text such as `<|im_end|>` in a message becomes the token that ends a turn. In a question it
+    forges turns, and an answer with it is learned to end there. Raw texts are taken as they are,
+    since control tokens separate their documents.
+    """
+
+    tokens: tuple[str, ...] = ()  # their texts; none if the tokenizer is not known
+    # `data.control_tokens`; None refuses them in answers and warns elsewhere
+    mode: ControlTokens | None = None
+    last_answer: bool = False  # True if only the last answer of a conversation bears loss
+
+    def check(self, row: Mapping[str, Any]) -> str:
+        """Return a warning about the first control token outside answers, or "".
+
+        Raises Unusable for a control token in an answer, or anywhere with `refuse`.
+        """
+        warning = ""
+        if not self.tokens or self.mode == KEEP:
+            return warning
+        for part in (name for name in _PARTS if name in row):
+            messages = row[part]
+            if "columns" in row and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]  # the reference answer of a prompt is not rendered
+            for number, message in enumerate(messages):
+                texts = (message.get(key, "") for key in ("content", *REASONING))
+                match = next(filter(None, map(self._pattern.search, texts)), None)
+                if match is None:
+                    continue
+                answer = self._is_answer(row, part, number)
+                who = "an answer" if answer else f"by the {message['role']}"
+                problem = f"message {number + 1} of {part!r}, {who}, holds {match[0]!r}"
+                if answer or self.mode == REFUSE:
+                    raise Unusable(f"{problem}, a control token: {WAYS}")
+                warning = warning or problem
+        return warning
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self.tokens, key=len, reverse=True)
+        return re.compile("|".join(re.escape(token) for token in longest_first))
+
+    def _is_answer(self, row: Mapping[str, Any], part: str, number: int) -> bool:
+        """Return True if a message bears loss."""
+        if row[part][number]["role"] != "assistant" or part == "prompt" or "columns" in row:
+            return False
+        only_last = part == "messages" and (self.last_answer or "desirable" in row)
+        return not only_last or number == len(row[part]) - 1
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from typing import Any
 from tasks.audit.checks.values import value_faults
 from tasks.audit.scan import first_difference
 from tasks.audit.source import named_base, open_source
-from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError, first_and_more
-from tasks.core.files import meant
+from tasks.core.files import file_stats, meant
 from tasks.core.terminal import typed
 from tasks.delivery.evidence import Evidence, Precision, find_evidence
 from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, SourceFolder

@@ -16,11 +16,12 @@ from tasks.audit.checks.files import TRAINER_STATE
 from tasks.audit.checks.templates import SETTINGS
 from tasks.audit.checks.tokens import GENERIC_TOKENIZER
 from tasks.audit.run import Report, audit
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, command, setting
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, setting
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, first_and_more
+from tasks.core.terminal import command
 from tasks.evaluation.model_folder import write_json
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.weights.heads import WRAPPER
 from tasks.weights.tokens.prove_ids import is_leading, misread

@@ -12,10 +12,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from tasks.core.disk import flush, write_refused
 from tasks.core.errors import ArtifactError, ConfigError, first_and_more
-from tasks.core.files import copy_file
-from tasks.core.private import open_up
+from tasks.core.files import copy_file, flush, open_up, write_refused
 from tasks.pipeline.artifact import Artifact, intact, open_artifact, replace_folder
 from tasks.pipeline.locks import staging
 from tasks.release.model_card import write_card

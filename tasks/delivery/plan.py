@@ -16,6 +16,7 @@ from typing import Any
 
 from tasks.core.contract import judge
 from tasks.core.errors import ConfigError, ContractError, first_and_more
+from tasks.core.terminal import in_words
 from tasks.delivery.base import BaseChoice, base_missing, choose_base, undecided
 from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, SourceFolder
 from tasks.delivery.tokens import Tokens, find_tokens
@@ -188,7 +189,7 @@ def describe_plan(plan: Plan) -> str:
     sizes: dict[str, list[int]] = {}
     for op in plan.ops:
         sizes.setdefault("fold" if op.terms else op.kind, []).append(op.nbytes)
-    lines = [f"{kind} {len(of)} tensors, {megabytes(sum(of))}" for kind, of in sizes.items()]
+    lines = [f"{kind} {len(of)} tensors, {in_words(sum(of))}" for kind, of in sizes.items()]
     reasons: dict[str, list[str]] = {}
     for source, reason in plan.dropped.items():
         reasons.setdefault(reason, []).append(source)
@@ -196,11 +197,6 @@ def describe_plan(plan: Plan) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines.append(f"drop {names[0]}{more}: {reason}")
     return "; ".join(lines)
-
-
-def megabytes(count: int) -> str:
-    """`12.3 MB`, `4.56 GB`."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _gathered_adapter(request: Request, ranks: Ranks) -> Work:

@@ -23,7 +23,7 @@ from tasks.drift.verdict import KERNEL, Moved, print_in
 from tasks.drift.witness import ALTERED
 from tasks.evaluation.measuring import Measuring, against_engine
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, SCORES
 

@@ -82,7 +82,7 @@ def require_informative(measured: Fingerprint, what: str) -> None:
         return
     raise DriftError(
         f"{what} is no reference: {reason}; matrices of the base may be zero",
-        hint=f"{command('audit')} source=<the base> values=true",
+        hint=command("audit", source="<the base>", values=True),
     )
 
 

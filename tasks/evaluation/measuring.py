@@ -26,7 +26,7 @@ from tasks.drift.verdict import (
 )
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer, Score
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.weights.plan import Plan
 from tasks.weights.written import Executed
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT

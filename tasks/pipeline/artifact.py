@@ -24,10 +24,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from tasks.core.disk import file_stats, flush, flush_tree, write_refused
 from tasks.core.errors import ArtifactError
+from tasks.core.files import file_stats, flush, flush_tree, write_refused
 from tasks.core.redaction import redacted
-from tasks.core.terminal import command, typed
+from tasks.core.terminal import command
 from tasks.pipeline.locks import staging as staging
 from tasks.pipeline.locks import sweep as sweep
 from tasks.weights.files.documents import manifest_problem, read_json
@@ -224,8 +224,8 @@ def require_published(folder: Path, digest: str | None) -> Artifact:
     if not (folder / MANIFEST).is_file():
         raise ArtifactError(
             f"{folder} is no model that Plumbline served: it has no {MANIFEST}",
-            hint=f"{command('deliver')} {typed('source', folder)} out=<a new folder>, which is "
-            "proven and can be served; for an adapter also base=<its base>",
+            hint=f"{command('deliver', source=folder, out='<a new folder>')}, which is proven and "
+            "can be served; for an adapter also base=<its base>",
         )
     artifact = open_artifact(folder, "served")
     problems = verify(artifact)

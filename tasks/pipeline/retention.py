@@ -5,7 +5,6 @@ Kept, whatever their age, are:
 
 * every registered model, and all artifacts that it was made from or measured by;
 * the checkpoints of an unfinished training, and what it reads;
-* what a run that failed or was killed has used, for three days;
 * everything that a kept artifact was made from.
 
 Not touched: the databases and files of MLflow and Prefect, reports of runs, logs of servers.
@@ -32,8 +31,6 @@ from tasks.pipeline.locks import abandoned
 REGISTERED, RECENT, RESUMABLE = "registered", "recent", "resumable"
 UNREADABLE = "manifest unreadable"
 DAY_S = 86400.0
-KEPT_S = 3 * DAY_S
-"""Seconds for which an interrupted run may go on."""
 _RUN = re.compile(r"(\d{8}-\d{6})-\w+")
 _NAMED = re.compile(r"\bartifacts/([a-z_]+/[0-9a-f]{20})\b")
 _PLACES = ("artifacts/*", "checkpoints", "logs")
@@ -83,19 +80,12 @@ def plan(
     days: float | None = None,
     unfinished: bool = False,
 ) -> Plan:
-    """Decide what to remove. Writes nothing.
+    """Decide what to remove, at the time `now` in seconds since the epoch. Writes nothing.
 
-    Args:
-        registered: path and digest of every registered version.
-        tracking_uri: MLflow that listed them. A model that a run has registered elsewhere is kept;
-            empty if no MLflow was asked.
-        now: the current time, in seconds since the epoch.
-        keep, days: everything is kept that was used since the newest runs, and in so many days.
-        unfinished: True to remove old folders that only an unfinished run needs, too.
-
-    Raises:
-        ArtifactError: the manifest of a registered model cannot be read, so that nobody knows what
-            it was made from.
+    `registered` has path and digest of every version that the MLflow at `tracking_uri` lists, empty
+    if none was asked; models that runs have registered elsewhere are kept. `keep`, `days` and
+    `unfinished` are the settings of the command. Raises ArtifactError if the manifest of a
+    registered model cannot be read, so that nobody knows what it was made from.
     """
     starts = _starts(runs)
     newest = [0.0, *sorted(starts.values())][-keep:] if keep else [now]
@@ -108,10 +98,9 @@ def plan(
     for text, reason in named:
         for match in _NAMED.finditer(text):
             roots.setdefault(runs / "artifacts" / match[1], reason)
-    resumable = limit if unfinished else min([limit, *_interrupted(runs, starts, now)])
     for each in stored:
-        if each.used >= resumable:
-            roots.setdefault(each.path, RECENT if each.used >= limit else RESUMABLE)
+        if each.used >= limit:
+            roots.setdefault(each.path, RECENT)
     kept = _needed(stored, roots) | dict.fromkeys(broken, UNREADABLE)
     gone = sorted((each for each in stored if each.path not in kept), key=lambda each: -each.used)
     left = abandoned(path for place in _PLACES for path in sorted(runs.glob(f"{place}/.*.tmp")))
@@ -221,15 +210,6 @@ def _starts(runs: Path) -> dict[str, float]:
         for name in names
         if (match := _RUN.fullmatch(name))
     }
-
-
-def _interrupted(runs: Path, starts: Mapping[str, float], now: float) -> Iterator[float]:
-    """Yield the starts of recent runs that did not complete: the same command goes on with them."""
-    for name, start in starts.items():
-        if start >= now - KEPT_S:
-            text = _text(runs / "reports" / name / "summary.json")
-            if '"status": "completed"' not in text:
-                yield start
 
 
 def _checkpoints(

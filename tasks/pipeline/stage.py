@@ -1,7 +1,7 @@
 """The mechanism around every stage: key -> reuse or run -> contract -> manifest -> rename -> log.
 
 A stage function is a plain function that fills an empty directory and reports its checks
-(`tasks/pipeline/report.py`). Its work is called in the main thread, where signals arrive; flows
+(`StageReport`). Its work is called in the main thread, where signals arrive; flows
 make it a Prefect task run. An artifact with its key is reused if every byte of it is unchanged.
 """
 
@@ -14,18 +14,19 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tasks.core.contract import Check, require
-from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError, TimeLimitError
-from tasks.core.files import source_digest
+from tasks.core.files import disk_full_named, source_digest
+from tasks.core.machine import installed
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
 from tasks.pipeline.locks import FOREVER, Needs, Patience, staging
-from tasks.pipeline.report import StageReport, StageResult
+from tasks.process.launch import OnEvent
+
+if TYPE_CHECKING:
+    from tasks.drift.verdict import Moved
 
 CONTRACT = "contract.json"
 _SECTIONS = {"train": "train", "smoke_eval": "smoke", "smoke_quantized": "smoke"}
@@ -33,11 +34,34 @@ _SECTIONS = {"train": "train", "smoke_eval": "smoke", "smoke_quantized": "smoke"
 REFERENCE_LOG = "reference.log"
 """Log of the scorer, which all stages of a run share."""
 
-OnEvent = Callable[[dict[str, Any]], None]
-"""Receiver of the events of a child process."""
-
 Call = Callable[[str, Callable[[Any], Any], Mapping[str, Artifact]], Any]
 """(name of the stage, its work, its inputs by role) -> the result of `work(log)`."""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Result of one stage function, before anything is published."""
+
+    kind: str
+    checks: tuple[Check, ...] = ()  # every assertion; a failed one refuses the artifact
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)  # plain JSON for the manifest
+    drift: Moved | None = None  # distance from the trained model; None if not measured
+    # Of tensors, by file and tensor, that are known from their writing
+    hashes: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """Result of one finished stage; its name is `<step>.<stage>` if the run has several steps."""
+
+    name: str
+    artifact: Artifact
+    reused: bool
+    seconds: float
+    checks: tuple[Check, ...]
+    drift: dict[str, float] | None
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -55,7 +79,7 @@ class Stage:
 
     def versions(self) -> dict[str, str]:
         """Return the installed version of each distribution of `stack`, or "absent"."""
-        return {name: _version(name) for name in self.stack}
+        return {name: installed(name) or "absent" for name in self.stack}
 
     def key(self, config: Mapping[str, Any], inputs: Mapping[str, Artifact]) -> str:
         """Return the key, which names the artifact's folder: 20 hexadecimal digits."""
@@ -111,19 +135,13 @@ class Mechanism:
         config: Mapping[str, Any],
         context: Mapping[str, Any] | None = None,
         observe: Callable[[Any, Any], OnEvent] | None = None,
-        after: Mapping[str, Artifact] | None = None,
     ) -> StageResult:
         """Run one stage, or reuse what it published before.
 
-        It is called as `function(out, **{role: path}, **config, **context, log=...)`.
-
-        Args:
-            config: arguments that change the result, and are part of the key: plain JSON values, or
-                frozen dataclasses of these; `context` are those that do not change it.
-            observe: makes the function's `on_event` of the record of the stage and its log, for
-                stages whose child reports events.
-            after: artifacts by role that the stage does not read, but without which the flow would
-                not have come to it.
+        It is called as `function(out, **{role: path}, **config, **context, log=...)`. `config` are
+        the arguments that change the result, and are part of the key: plain JSON values, or frozen
+        dataclasses of these. If the stage's child reports events, `observe` makes their receiver of
+        the record of the stage and its log.
         """
         final = self.store / stage.kind / stage.key(plain(config), inputs)
         origin = Origin(
@@ -166,7 +184,7 @@ class Mechanism:
                 run.finish(result.artifact, result.metrics, reused=result.reused)
             return result
 
-        self.results.append(self.call(name, work, {**inputs, **(after or {})}))
+        self.results.append(self.call(name, work, inputs))
         return self.results[-1]
 
     @contextlib.contextmanager
@@ -217,7 +235,8 @@ class Mechanism:
         drift = asdict(report.drift) if report.drift else None
         metrics = {key: float(value) for key, value in report.metrics.items()}
         notes = {**report.notes, "drift": drift, "metrics": metrics}
-        run.details({"drift": drift, **report.notes})
+        own = {"drift": drift, **report.notes}
+        run.text("notes.json", json.dumps(own, indent=1, default=str))
         artifact = publish(out, final, replace(origin, notes=notes), report.hashes)
         remember(artifact, self.store / ".seen")
         return StageResult(name, artifact, False, 0.0, tuple(report.checks), drift, metrics)
@@ -232,14 +251,6 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration as plain JSON values, for the key and the manifest."""
     document: dict[str, Any] = json.loads(json.dumps(dict(config), default=asdict))
     return document
-
-
-@cache
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "absent"
 
 
 class _Expired(BaseException):

@@ -7,5 +7,6 @@
 launch        a command that runs to its end, or a process that answers requests
 output        lines and events in what they print
 child         a supervised process; `supervise` is its supervisor
+torch_process fast start and clean end of a process with torch
 multinode     one run on several machines
 """

@@ -23,9 +23,10 @@ from tasks.core.errors import PlumblineError, StageProcessError
 from tasks.process.child import Child, python_child
 from tasks.process.output import Log, Output
 
-__all__ = ["Conversation", "launch", "python_child"]
+__all__ = ["Conversation", "OnEvent", "launch", "python_child"]
 
 OnEvent = Callable[[dict[str, Any]], None]
+"""Receiver of the events of a child process."""
 GOODBYE_S = 3.0
 """Seconds that a process has to end after its input has."""
 
@@ -50,16 +51,23 @@ def launch(
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     with Output(stage=stage, log=log, log_path=log_path) as output:
         with Child(argv, env=env) as child:
-            chunk: bytes | None = None
-            while chunk != b"" and (chunk := child.read(deadline)) is not None:
-                for event in output.feed(chunk):
-                    if on_event is not None:
-                        on_event(event)
-        if chunk is None:
-            raise StageProcessError(stage, child.poll(), output.tail, "timeout")
+            for event in _events(child, output, stage, lambda: deadline):
+                if on_event is not None:
+                    on_event(event)
         if (status := child.poll()) != 0:
             raise StageProcessError(stage, status, output.tail)
         return output.tail
+
+
+def _events(
+    child: Child, output: Output, stage: str, deadline: Callable[[], float]
+) -> Iterator[dict[str, Any]]:
+    """Yield events as they arrive, until the end of the output. Raises StageProcessError."""
+    chunk: bytes | None = None
+    while chunk != b"":
+        if (chunk := child.read(deadline())) is None:
+            raise StageProcessError(stage, child.end(), output.tail, "timeout")
+        yield from output.feed(chunk)
 
 
 class Conversation:
@@ -95,7 +103,7 @@ class Conversation:
             output = Output(stage=self._stage, log=self._log, log_path=self._log_path)
             self._output = stack.enter_context(output)
             self._child = stack.enter_context(Child(self._argv, env=self._env, stdin=True))
-            self._events = self._read()
+            self._events = _events(self._child, self._output, self._stage, lambda: self._deadline)
             self._closing = stack.pop_all()
         return self
 
@@ -138,7 +146,7 @@ class Conversation:
                 self._child.stdin.write(json.dumps(request).encode() + b"\n")
                 self._child.stdin.flush()
             except (BrokenPipeError, ValueError) as error:  # ValueError: the pipe is closed
-                raise self._ended("exit") from error
+                raise self._ended() from error
             return self._until("reply")
 
     def _until(self, kind: str) -> dict[str, Any]:
@@ -153,16 +161,7 @@ class Conversation:
                     hint=event.get("hint", ""),
                 )
             self._on_event({"event": name, **event})
-        raise self._ended("exit")
+        raise self._ended()
 
-    def _read(self) -> Iterator[dict[str, Any]]:
-        """Yield events as they arrive, until the end of the output."""
-        chunk: bytes | None = None
-        while chunk != b"":
-            chunk = self._child.read(self._deadline)
-            if chunk is None:
-                raise self._ended("timeout")
-            yield from self._output.feed(chunk)
-
-    def _ended(self, reason: str) -> StageProcessError:
-        return StageProcessError(self._stage, self._child.end(), self._output.tail, reason)
+    def _ended(self) -> StageProcessError:
+        return StageProcessError(self._stage, self._child.end(), self._output.tail)

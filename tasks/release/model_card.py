@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from blake3 import blake3
 
-from tasks.core.disk import flush
+from tasks.core.files import flush
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import CARD, MANIFEST, read_manifest
 

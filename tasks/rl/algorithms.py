@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from tasks.config.defaults import ALGORITHMS as DEFAULTS
-from tasks.core.errors import ConfigError, first_and_more
-from tasks.core.finding import Finding
+from tasks.core.errors import ConfigError, Finding, first_and_more
 from tasks.rl.settings import Loop
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError, RewardError
+from tasks.core.files import file_stats
 from tasks.core.terminal import command
 from tasks.process.output import Log
 from tasks.rl.responses import Response

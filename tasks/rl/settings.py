@@ -13,7 +13,7 @@ from typing import Any
 from tasks.config import sections
 from tasks.config.sections import Rl as Loop
 from tasks.config.sections import Rollout, read_section
-from tasks.core.finding import Finding
+from tasks.core.errors import Finding
 from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS
 from tasks.training.job import Settings
 

@@ -1,9 +1,8 @@
 """The embedded default: short tasks with known answers, and a small base model that needs training.
 
-splits      the tasks: prompts with right and wrong answers; pre-training corpus, rows of all kinds
+splits      the tasks: prompts with right and wrong answers; pre-training corpus, `dataset` artifact
 calculator  a task that needs a tool
-dataset     write the rows as a `dataset` artifact
-pretrain    pre-train a Qwen2 model of about 1M parameters, in a child process; uses `tokenizer`
+pretrain    pre-train a Qwen2 model of about 1M parameters and its tokenizer, in a child process
 
 Training shows an effect within seconds on two CPU cores: the last part of the corpus has flawed
 answers, so clean data improves the base model.

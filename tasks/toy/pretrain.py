@@ -10,20 +10,27 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.core.events import emit
-from tasks.process.block_unused_imports import start_lean
-from tasks.process.exit_process import end_process
-from tasks.toy import CONTEXT, SHAPE
+from tasks.process.torch_process import end_process, start_lean
+from tasks.toy import CONTEXT, SHAPE, VOCABULARY
 from tasks.toy.splits import corpus
-from tasks.toy.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+END_OF_TEXT, START, END, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
+SPECIAL_TOKENS = (END_OF_TEXT, START, END, PAD)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + ' ' + message['content'] + '<|im_end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
 
 THREADS = 2
 """Fixed, because another number of threads rounds sums differently."""
@@ -147,6 +154,51 @@ def _rate(step: int, steps: int) -> float:
         return (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def train_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer: any text can be encoded, and digits are single tokens.
+
+    The same texts give the same tokenizer, byte for byte. The toy is a Qwen2, whose tokenizer
+    transformers builds itself, so tokenizer.json has the steps that it builds.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    roles = ("system", "user", "assistant")
+    core.train_from_iterator((f"{role} {text}" for text in texts for role in roles), trainer)
+    core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tasks.core.disk import has_no_space
-from tasks.pipeline.report import Registered, RegisteredModel
+from tasks.core.files import has_no_space
+from tasks.pipeline.artifact import Artifact
 from tasks.tracking.outbox import METRICS, Record, RefusedError, UnreachableError, reason
 
 CHAMPION = "champion"
@@ -46,6 +46,29 @@ _LATER = (401, 403, 408, 429)
 """Client errors that do not mean that a record is invalid."""
 _LOADED_WITH = ("mlflow", "torch", "transformers", "tokenizers", "safetensors", "accelerate")
 """Distributions that load a served folder, next to Plumbline itself."""
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """A served model for the registry; `trained_at` is ISO 8601 with an offset, `card` Markdown."""
+
+    name: str
+    served: Artifact
+    trained_at: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+    card: str = ""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A version in the registry as `models:/name/version`, and those that two aliases name.
+
+    `candidate` is the version that was trained last; `champion` is empty if that was not moved.
+    """
+
+    version: str
+    candidate: str
+    champion: str = ""
 
 
 @dataclass(frozen=True)

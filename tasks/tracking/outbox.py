@@ -55,12 +55,12 @@ class RefusedError(Exception):
 
 
 class Outbox:
-    """Records of one flow, and the thread that sends them.
+    """Records of one flow, and the thread that sends them; without `send` they are dropped.
 
     `server` has no password; in `reports` the flow leaves its numbers in any case.
     """
 
-    def __init__(self, server: str, send: Send, reports: Path) -> None:
+    def __init__(self, server: str, send: Send | None, reports: Path) -> None:
         self._server, self._send, self._reports = server, send, reports
         self._waiting: deque[Record] = deque()
         self.runs: dict[str, str] = {}
@@ -70,13 +70,15 @@ class Outbox:
         self._refused = 0
         self._changed = threading.Condition()
         self._asked = self._done = 0  # deliveries that somebody waits for
-        self._is_closing = False
+        self._is_closing = send is None
         self._thread = threading.Thread(target=self._work, name="mlflow outbox", daemon=True)
-        self._thread.start()
+        if send is not None:
+            self._thread.start()
 
     def put(self, call: str, run: str, *arguments: Any) -> None:
         """Add a record."""
-        self._waiting.append(Record(call, run, arguments))
+        if self._send is not None:
+            self._waiting.append(Record(call, run, arguments))
 
     def wait(self, limit_s: float) -> bool:
         """Wait until one delivery has been tried. Returns True if MLflow has all records.
@@ -104,7 +106,8 @@ class Outbox:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(limit_s)
+        if self._send is not None:
+            self._thread.join(limit_s)
         if report := self.report():
             log.warning("%s", report)
 
@@ -139,6 +142,7 @@ class Outbox:
             takewhile(lambda each: (each.call, each.run) == (first.call, first.run), oldest)
         )
         try:
+            assert self._send is not None
             self._send(batch, self.runs)
         except RefusedError as error:
             log.warning("MLflow refuses a record, which is left out: %s", error)

@@ -1,7 +1,8 @@
 """Record flows and stages in MLflow.
 
 The flow opens one parent run and one child run per stage, and closes all of them. Recording never
-raises and never waits for a server (`outbox.py`): a run goes on if MLflow is gone.
+raises: a run goes on if MLflow is gone (`outbox.py`). It waits for a server at the start of a flow,
+`_START_S` at most, so that the run's page is known, and at its end.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact, redacted
 from tasks.drift.verdict import NAMES as PRINTS
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
-from tasks.pipeline.report import Registered, RegisteredModel
-from tasks.tracking.mlflow_server import CHAMPION, Server, Version
+from tasks.tracking.mlflow_server import CHAMPION, Registered, RegisteredModel, Server, Version
 from tasks.tracking.outbox import METRICS, Outbox, RefusedError, UnreachableError
 
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
@@ -30,6 +30,8 @@ _DIGEST_LIMIT = 36
 """Longest digest of a dataset in MLflow."""
 _DELIVER_S = 60.0
 """Time limit of a delivery if a server answers. If it does not, one attempt is made."""
+_START_S = 10.0
+"""The same at the start of a flow. A run that MLflow gets later has its page in the summary."""
 _INTERRUPTED_S = 5.0
 """The same after Ctrl-C or SIGTERM, when a process has seconds left."""
 
@@ -38,20 +40,17 @@ class Tracker:
     """MLflow runs of one flow: a parent run, and a child run per stage.
 
     `artifact_root` is the folder for logged files if `uri` is a database; in `reports` flows leave
-    their numbers in any case.
+    their numbers in any case. Without a `uri` all records are dropped.
     """
 
     def __init__(
-        self,
-        uri: str,
-        experiment: str,
-        artifact_root: Path | None,
-        reports: Path,
+        self, uri: str, experiment: str, artifact_root: Path | None, reports: Path
     ) -> None:
         self.uri, self._experiment, self._reports = uri, experiment, reports
         self._server = Server(uri, artifact_root)
         self._outbox: Any = None  # an Outbox while `flow` runs
         self._id = ""
+        self._is_sampled = False
 
     @property
     def experiment_id(self) -> str:
@@ -72,27 +71,34 @@ class Tracker:
     @contextlib.contextmanager
     def flow(
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
-    ) -> Iterator[str]:
+    ) -> Iterator[None]:
         """Open the parent run while the block runs; it ends as FAILED or KILLED if that raises."""
-        self._outbox = Outbox(redact(self.uri), self._server.send, self._reports)
+        send = self._server.send if self.uri else None
+        self._outbox = Outbox(redact(self.uri), send, self._reports)
         limit_s = _DELIVER_S
         try:
             self._id = self._start(name, flatten(config), tags)
             StageRun(self._outbox, self._id).text("config.yaml", text)
             with self._closing(self._id):
-                self._outbox.wait(limit_s)
-                if self.run_id:
-                    self._server.sample_system(self.run_id)
-                yield self.run_id
+                self._outbox.wait(_START_S)
+                self._sample_system()
+                yield
         except BaseException as error:
             limit_s = _DELIVER_S if isinstance(error, Exception) else _INTERRUPTED_S
             raise
         finally:
             self._outbox.close(limit_s)
 
+    def _sample_system(self) -> None:
+        """Let MLflow sample CPU, memory and GPUs, once it has the parent run."""
+        if self.run_id and not self._is_sampled:
+            self._is_sampled = True
+            self._server.sample_system(self.run_id)
+
     @contextlib.contextmanager
     def stage(self, name: str, origin: Origin) -> Iterator[StageRun]:
         """Open a child run for one stage while the block runs."""
+        self._sample_system()
         inputs = {f"input.{role}": digest for role, digest in origin.inputs.items()}
         tags = {"stage": name, **inputs}
         local_id = self._start(name, flatten(origin.config), tags, parent=self._id)
@@ -205,10 +211,6 @@ class StageRun:
         failed = sum(not verdict["ok"] for verdict in verdicts)
         self.metrics({"contract/checked": len(verdicts), "contract/failed": failed})
 
-    def details(self, notes: Mapping[str, Any]) -> None:
-        """Log the notes of the stage, its drift among them."""
-        self.text("notes.json", json.dumps(notes, indent=1, default=str))
-
     def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
         """Log metrics, drift, path, digest, manifest and fingerprint of the artifact."""
         self.metrics(metrics)
@@ -227,29 +229,6 @@ class StageRun:
         for name in (MANIFEST, "contract.json", *PRINTS):
             if (artifact.path / name).is_file():
                 self._outbox.put("log_artifact", self._id, str(artifact.path / name))
-
-
-class Unrecorded:
-    """Tracker of a flow that MLflow does not get, and the record of its stages."""
-
-    page = run_id = ""
-
-    def flow(self, *_: Any) -> contextlib.AbstractContextManager[str]:
-        """Return a context without a run."""
-        return contextlib.nullcontext("")
-
-    def stage(self, *_: Any) -> contextlib.AbstractContextManager[Unrecorded]:
-        """Return a context whose record is dropped."""
-        return contextlib.nullcontext(self)
-
-    def settle(self) -> str:
-        """Return no problem: nothing waits."""
-        return ""
-
-    def drop(self, *_: Any, **__: Any) -> None:
-        """Record nothing."""
-
-    log_parent = contract = details = finish = drop
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

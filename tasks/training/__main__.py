@@ -15,8 +15,7 @@ import traceback
 from pathlib import Path
 
 from tasks.core.events import emit, send_warnings
-from tasks.process.block_unused_imports import compiles, start_lean
-from tasks.process.exit_process import end_process
+from tasks.process.torch_process import compiles, end_process, start_lean
 from tasks.training.job import TrainJob
 
 DELIBERATE = 3

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
+from tasks.core.files import flush_tree
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Batch, TrainJob
 from tasks.training.losses import Loss, Objective, Output

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tasks.core.errors import ArtifactError, PlumblineError
-from tasks.core.terminal import command, typed
+from tasks.core.terminal import command
 from tasks.drift.fingerprint import Fingerprint, drift, require_informative
 from tasks.drift.witness import find_witness
 from tasks.weights.files.documents import read_json, read_manifest
@@ -199,13 +199,13 @@ def _served(folder: Path) -> Reference:
     """Return the reference in a served folder: convert measured it at the trained model's ids."""
     path = folder / FINGERPRINT
     if read_manifest(folder).get("kind") != "served" or not path.is_file():
+        deliver = command("deliver", source=folder, base="<the base>", out="<a new folder>")
         raise ArtifactError(
             f"{folder}: no {FOLDER}, and not a folder that Plumbline served: nothing to compare a "
             "server with",
             hint="train with `python -m plumbline_witness -- <your training command>`, which "
             "records what a server is compared with; or make a served folder: "
-            f"`{command('deliver')} {typed('source', folder)} base=<the base> "
-            "out=<a new folder>`, and give that as source",
+            f"`{deliver}`, and give that as source",
         )
     trained = _load(path)
     probes = tuple(Probe(ids, "served", number) for number, ids in enumerate(trained.probes))

@@ -106,4 +106,8 @@ class Report(report.Report):
         about += f", base {self.base}" if self.base else ""
         reference = f"reference: {self.source} ({self.reference}), profile {self.profile}"
         line, proves = f"{self.line}; {self.seconds:.1f} s", self.outcome != "unverified"
-        return Page([about, reference], self.checks, line, proves=proves)
+        subject = self.model or self.source
+        return Page(
+            [about, reference], self.checks, line, proves=proves, subject=subject,
+            seconds=self.seconds,
+        )  # fmt: skip

@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +32,8 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from tasks.core.disk import SPACE_HINT, write_refused
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.files import copy_file
+from tasks.core.files import SPACE_HINT, copy_file, free_bytes, write_refused
 from tasks.weights.compute import compute, memory, needs_torch, opened, source_bytes
 from tasks.weights.files import dtypes as bits
 from tasks.weights.files.documents import artifact_name
@@ -210,8 +208,8 @@ def _same_file(ops: Sequence[Op], sources: Sources) -> Path | None:
 
 
 def require_space(root: Path, nbytes: int) -> None:
-    """Raise ArtifactError if the disk has less than `nbytes` free."""
-    free = shutil.disk_usage(root).free
+    """Raise ArtifactError if the disk of a folder, which may not exist yet, has less free."""
+    free = free_bytes(root)
     if free < nbytes:
         raise ArtifactError(
             f"{root}: {nbytes / 1e9:.2f} GB will be written, {free / 1e9:.2f} GB are free",

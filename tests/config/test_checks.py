@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.cli.config import compose_config
-from tasks.config.checks import findings, machine, model, online
+from tasks.config.checks import Context, findings, machine, model, online
 from tasks.config.checks import settings as values
-from tasks.config.checks.context import Context
 from tasks.config.checks.memory import LIBRARIES, memory_of
 from tasks.config.checks.quantized import quantizing
-from tasks.core.finding import Finding
+from tasks.core.errors import Finding
 from tasks.core.machine import left_in_container
 from tests.machines import with_gpus, with_installed
 from tests.weights.making import near_nf4

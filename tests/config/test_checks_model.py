@@ -13,8 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from flows.cli.config import compose_config
-from tasks.config.checks import findings, model
-from tasks.config.checks.context import Known
+from tasks.config.checks import Known, findings, model
 from tasks.config.checks.model import head_exists
 from tests.machines import QWEN_7B, with_hub, with_hub_at
 from tests.tiny import tiny

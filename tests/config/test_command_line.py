@@ -10,8 +10,7 @@ import pytest
 from flows.chain.steps import chain_steps, compose
 from flows.cli import tool
 from flows.cli.composed import Composed
-from flows.cli.config import compose_config, vocabulary
-from flows.cli.entry import read, run_main
+from flows.cli.config import compose_config, read, run_main, vocabulary
 from flows.cli.usage import listed_experiments
 from flows.cli.vocabulary import CONF, in_step
 from tasks.core.errors import ConfigError

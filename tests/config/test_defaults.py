@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from flows.chain.plan import check
 from flows.chain.steps import chain_steps, compose
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
-from flows.cli.plan import check
 from tasks.config.defaults import ONLINE, RATES, default
 from tasks.rl.algorithms import ALGORITHMS
 from tests.machines import with_gpus

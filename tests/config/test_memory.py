@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flows.chain import handoff
+from flows.chain.plan import render
 from flows.chain.steps import chain_steps, compose
 from flows.cli.config import compose_config
-from flows.cli.plan import render
 from flows.cli.vocabulary import CONF, experiments
 from flows.orchestration.flow_run import device_names
 from tasks.config.checks import findings

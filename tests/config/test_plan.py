@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from flows.chain import handoff
+from flows.chain.plan import forecast
 from flows.chain.steps import Step
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
-from flows.cli.plan import forecast
 from tasks.core.errors import DataError
 from tasks.pipeline.artifact import Origin, publish, staging
 

@@ -9,15 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from flows.chain.dry_run import DryRun
+from flows.chain.handoff import DryRun
+from flows.chain.plan import check, forecast, render
 from flows.chain.run_chain import _check_rows, _deliver
 from flows.chain.steps import Step, chain_steps, compose
-from flows.cli.plan import check, forecast, render
 from tasks.core.errors import ConfigError, DataError
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.locks import FOREVER
-from tasks.pipeline.report import StageResult
-from tasks.pipeline.stage import Mechanism, Stage
+from tasks.pipeline.stage import Mechanism, Stage, StageResult
 from tasks.serving.vllm.job import VllmChild
 from tasks.train import check_rows
 from tests.config.test_plan import CHAIN

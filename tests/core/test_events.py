@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
-from flows.orchestration.progress import Progress
+from flows.monitoring import Progress
 from tasks.core.events import EVENTS, parse, rewind
 from tasks.pipeline.artifact import Origin
 from tasks.tracking.tracker import Tracker

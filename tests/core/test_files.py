@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ArtifactError
-from tasks.core.files import copy_file, link_problem, open_regular
-from tasks.core.private import UMASK, open_up, stay_private
+from tasks.core.files import UMASK, copy_file, link_problem, open_regular, open_up, stay_private
 
 
 @pytest.fixture

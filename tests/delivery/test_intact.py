@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.private import UMASK, stay_private
+from tasks.core.files import UMASK, stay_private
 from tasks.delivery.base import folder_identity
 from tasks.delivery.folders import put
 from tasks.delivery.tokens import find_tokens

@@ -28,7 +28,7 @@ def _why_not() -> str:
 WHY_NOT = _why_not()
 FULL = """
 import sys
-from flows.cli.entry import run_main
+from flows.cli.config import run_main
 
 def job(composed, overrides):
     composed.runs.mkdir()

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.toy.dataset import write_dataset
-from tasks.toy.splits import corpus
-from tasks.toy.tokenizer import train_tokenizer
+from tasks.toy.pretrain import train_tokenizer
+from tasks.toy.splits import corpus, write_dataset
 from tests.e2e.conftest import Run
 from tests.training.model.test_packed_families import GPT_OSS, PADDED, SIZES
 

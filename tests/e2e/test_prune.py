@@ -13,7 +13,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, staging, verify
-from tasks.pipeline.report import RegisteredModel
+from tasks.tracking.mlflow_server import RegisteredModel
 from tasks.tracking.tracker import Tracker
 from tests.commands import command, environment, run_in_empty
 from tests.e2e.conftest import SHORT, Run

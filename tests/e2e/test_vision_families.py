@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tasks.toy.dataset import write_dataset
-from tasks.toy.splits import corpus
-from tasks.toy.tokenizer import train_tokenizer
+from tasks.toy.pretrain import train_tokenizer
+from tasks.toy.splits import corpus, write_dataset
 from tests.e2e.conftest import Run
 from tests.vision import FAMILIES, PROCESSOR, save_base
 

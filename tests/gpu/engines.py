@@ -26,7 +26,7 @@ def become_a_rank() -> None:
     """Set up a single rank as an online run does: torchrun's environment, a compiler on a GPU."""
     import torch
 
-    from tasks.process.block_unused_imports import start_lean
+    from tasks.process.torch_process import start_lean
 
     start_lean(compiler=torch.cuda.is_available())
     with socket.socket() as probe:

@@ -26,8 +26,7 @@ from infra import services as module
 from infra.services import NAMES, Services
 from tasks.pipeline.artifact import Artifact, Origin, publish
 from tasks.pipeline.locks import hold
-from tasks.pipeline.report import RegisteredModel
-from tasks.tracking.mlflow_server import Server
+from tasks.tracking.mlflow_server import RegisteredModel, Server
 from tests.audit.making import make_model
 from tests.conftest import PROJECT
 from tests.verify.serving import free_port

@@ -15,8 +15,7 @@ import pytest
 
 from tasks.core.contract import Check
 from tasks.core.errors import ContractError, PlumblineError
-from tasks.pipeline.report import StageReport, StageResult
-from tasks.pipeline.stage import Mechanism, Stage
+from tasks.pipeline.stage import Mechanism, Stage, StageReport, StageResult
 from tasks.process.launch import launch
 from tasks.tracking.tracker import Tracker
 

@@ -24,7 +24,7 @@ atexit.register(keep_the_lock)  # first, so that it runs last: others give the l
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from tasks.process.exit_process import end_process  # noqa: E402
+from tasks.process.torch_process import end_process  # noqa: E402
 
 KEPT = []
 """Process groups that are referred to until the end, as DeepSpeed does: their threads live on."""

@@ -17,7 +17,7 @@ import json, os, sys
 from pathlib import Path
 from typing import Any
 from flows.cli.bootstrap import bootstrap
-bootstrap(Path("/somewhere"), Path(sys.argv[1]))
+bootstrap(Path(sys.argv[1]), Path("/somewhere"))
 heavy = {"prefect", "mlflow", "torch", "transformers"} & set(sys.modules)
 print(json.dumps({**os.environ, "heavy": sorted(heavy)}))
 """

@@ -16,7 +16,7 @@ from flows.cli.bootstrap import bootstrap
 from flows.servers import _embedded, prefect_server
 
 runs = Path(sys.argv[1])
-bootstrap(runs.parent, runs)
+bootstrap(runs, runs.parent)
 with prefect_server(runs):
     for child, settings in _embedded.values():
         print("server", child.pid, *settings.values(), "is up", flush=True)

@@ -14,7 +14,7 @@ from mlflow import MlflowClient
 
 from flows.cli import tool
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.pipeline.report import RegisteredModel
+from tasks.tracking.mlflow_server import RegisteredModel
 from tasks.tracking.tracker import Tracker
 
 Command = Callable[..., tuple[int, str]]

@@ -13,7 +13,7 @@ from tasks.core.contract import Check
 from tasks.drift.fingerprint import PROFILES, Drift
 from tasks.drift.verdict import verdict
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.report import StageResult
+from tasks.pipeline.stage import StageResult
 from tests.test_status import record_at
 
 NAME = "20261123-140000-0a1b2c3d"

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flows.compare import compare
 from flows.report.collect import collect
-from flows.report.compare import compare
 from flows.report.results import paired, unpaired
 from tests.report.recorded import recorded
 

@@ -16,7 +16,7 @@ from flows.report.figures import row_lengths
 from flows.report.page import REPORT, write_report
 from flows.report.results import response_lengths
 from tasks.core.errors import ArtifactError
-from tasks.tracking.tracker import Unrecorded
+from tasks.tracking.tracker import Tracker
 from tests.report.recorded import EVAL, SERVED, recorded, refused
 
 LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def test_failed_and_cancelled_runs_have_their_page(
     words = ["source=s", f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}"]
     composed = compose_config(words, config_name="deliver")
     host = in_this_process("0123456789", LOG)
-    tracker = Unrecorded()
+    tracker = Tracker("", "", None, tmp_path)
     run = FlowRun.begin("deliver", composed, host, tracker=tracker, overrides=words)
     with pytest.raises(type(error)):
         run.run("title", stages)

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tasks.process.block_unused_imports import start_lean
+from tasks.process.torch_process import start_lean
 
 start_lean()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from tasks.process.exit_process import end_process  # noqa: E402
+from tasks.process.torch_process import end_process  # noqa: E402
 from tasks.rl.responses import Request  # noqa: E402
 from tasks.rl.rollout.in_rank import VllmEngine  # noqa: E402
 from tasks.rl.rollout.policy import MEMORY, PREFIX, Policy  # noqa: E402

@@ -22,7 +22,7 @@ from tasks.rl.responses import Request
 from tasks.rl.rewards import Rewards
 from tasks.rl.user_code import FunctionReference
 from tasks.serving.vllm.colocation import Generated
-from tasks.toy.tokenizer import train_tokenizer
+from tasks.toy.pretrain import train_tokenizer
 from tests.rl.making import (
     END,
     GAME,

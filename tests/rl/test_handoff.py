@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.policy import PREFIX, memory_folder, sweep
 from tasks.rl.rollout.proof import PROBES, Numbers, SyncProof
 from tasks.rl.settings import goes_as_adapter, unservable
-from tasks.rollout_base import write_rollout_base
+from tasks.rollout_base import rollout_base
 from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft
 from tasks.training.model.adapter import lora_config
@@ -160,7 +161,10 @@ def test_values_equal_those_of_the_loaded_layers(tmp_path: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(base)
     quantization = Peft(kind="qlora").quantization("bfloat16")
     assert quantization is not None
-    write_rollout_base(folder, base, quantization, dtype="bfloat16", perform=perform)
+    log = logging.getLogger(__name__)
+    rollout_base(
+        folder, base=base, quantization=quantization, dtype="bfloat16", perform=perform, log=log
+    )
     tensors = load_file(folder / "model.safetensors")
     how = BitsAndBytesConfig(
         load_in_4bit=True,

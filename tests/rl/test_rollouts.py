@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import StageProcessError
-from tasks.rollout_base import write_rollout_base
+from tasks.rollout_base import rollout_base
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.perform import perform
 from tests.commands import run_ranks
@@ -64,7 +65,10 @@ def job_of(name: str, base: Path, out: Path) -> TrainJob:
     if quantization is not None:
         plain = out / "base"
         plain.mkdir()
-        write_rollout_base(plain, base, quantization, dtype="bfloat16", perform=perform)
+        log = logging.getLogger(__name__)
+        rollout_base(
+            plain, base=base, quantization=quantization, dtype="bfloat16", perform=perform, log=log
+        )
     return TrainJob(settings, base, "b", base, out, out, rollout_base=plain)
 
 

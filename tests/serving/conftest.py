@@ -11,7 +11,7 @@ import pytest
 from tasks.drift.fingerprint import PROFILES
 from tasks.evaluation.prompts import Tools
 from tasks.evaluation.scoring import ReferenceScorer
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.smoke_eval import smoke_eval
 from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
 from tests.tiny import make_tokenizer

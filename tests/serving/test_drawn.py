@@ -12,7 +12,7 @@ import pytest
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.responses import Measure
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tests.serving.models import CONVERSATIONS, END, load
 from tests.settings import smoke_settings
 from tests.tiny import make_tokenizer

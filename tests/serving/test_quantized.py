@@ -17,7 +17,7 @@ from tasks.audit.run import audit
 from tasks.drift.fingerprint import DriftLimit, quantized_profile
 from tasks.evaluation.prompts import Tools
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.quantize import heldout_loss, quantize, row_tokens
 from tasks.smoke_eval import smoke_eval
 from tests.serving.test_smoke_eval import LENIENT

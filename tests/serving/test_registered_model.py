@@ -12,7 +12,7 @@ import pytest
 
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.pipeline.report import RegisteredModel
+from tasks.tracking.mlflow_server import RegisteredModel
 from tasks.tracking.tracker import Tracker
 
 REQUEST = {"messages": [{"role": "user", "content": "Reverse: ape"}], "max_tokens": 6}

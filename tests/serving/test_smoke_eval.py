@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tasks.evaluation.responses import order_of_pairs
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tests.settings import smoke_settings
 
 NEW = 12

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tasks.toy.dataset import write_dataset
-from tasks.toy.splits import TASK_NAMES, Example, corpus, draw, examples, is_held_out
+from tasks.toy.splits import TASK_NAMES, Example, corpus, draw, examples, is_held_out, write_dataset
 
 
 def _solve(task: str, prompt: str) -> str:

@@ -14,8 +14,8 @@ from mlflow import MlflowClient
 
 from tasks.core.errors import TrackingError
 from tasks.pipeline.artifact import Artifact, Origin
-from tasks.pipeline.report import RegisteredModel
 from tasks.tracking import outbox
+from tasks.tracking.mlflow_server import RegisteredModel
 from tasks.tracking.outbox import UnreachableError
 from tasks.tracking.tracker import StageRun, Tracker
 from tests.tracking.mlflow_process import MlflowProcess

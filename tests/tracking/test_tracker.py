@@ -12,10 +12,9 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.register import register
 from tasks.release.gate import Gate, Verdict
-from tasks.tracking.mlflow_server import EVALUATED_ON, NUMBERS
+from tasks.tracking.mlflow_server import EVALUATED_ON, NUMBERS, Registered, RegisteredModel
 from tasks.tracking.tracker import Tracker
 
 

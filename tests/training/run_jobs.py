@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tasks.process.block_unused_imports import start_lean
+from tasks.process.torch_process import start_lean
 from tasks.training.job import TrainJob
 
 PASSES = 16
@@ -131,7 +131,7 @@ def add_up(ranks: Any, stage: int) -> list[float]:
 def main(arguments: list[str]) -> None:
     """Train all jobs in this process group, each with its own sharing of rows."""
     start_lean()
-    from tasks.process.exit_process import end_process
+    from tasks.process.torch_process import end_process
     from tasks.training.engine.deepspeed_engine import Ranks
 
     paths = [Path(argument) for argument in arguments]

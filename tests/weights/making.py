@@ -28,7 +28,7 @@ from tasks.evaluation.scoring import ModelRef
 from tasks.gather import gather
 from tasks.merge import merge as merge_stage
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.serving.reference import requests
 from tasks.serving.reference.load import load_model
 from tasks.serving.reference.measure import fingerprint

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.process.exit_process import end_process
+from tasks.process.torch_process import end_process
 from tasks.training.engine.deepspeed_engine import Ranks
 from tests.tiny import tiny
 

@@ -20,7 +20,7 @@ from tasks.drift.fingerprint import PROFILES, Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef
 from tasks.gather import gather
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import StageReport
 from tasks.weights.shards import rank_file, read_partitions
 from tests.weights.making import (
     Copies,

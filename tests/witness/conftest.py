@@ -46,9 +46,8 @@ def make_base(folder: Path, seed: int = 5) -> Path:
     """Write a tiny Qwen2 of random weights and the toy's tokenizer."""
     import torch
 
-    from tasks.toy.pretrain import build_model
+    from tasks.toy.pretrain import build_model, train_tokenizer
     from tasks.toy.splits import corpus
-    from tasks.toy.tokenizer import train_tokenizer
 
     texts = [f"{question} {answer}" for question, answer in corpus(200, seed=0)]
     tokenizer = train_tokenizer(texts, context=256)

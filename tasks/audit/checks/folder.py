@@ -7,17 +7,9 @@ from collections.abc import Iterator
 
 from tasks.audit.check import ERROR, INFO, READ, WARNING, Fault, check, some
 from tasks.audit.folder import by_number
-from tasks.audit.source import (
-    ADAPTER_CONFIG,
-    ADAPTERS,
-    CONFIG,
-    MODELS,
-    Kind,
-    Source,
-    command,
-    deliver,
-)
+from tasks.audit.source import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind, Source, deliver
 from tasks.core.errors import ArtifactError
+from tasks.core.terminal import command
 from tasks.pipeline.artifact import MANIFEST, open_artifact, verify
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
 from tasks.weights.files.folder import PROCESSORS

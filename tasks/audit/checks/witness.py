@@ -11,8 +11,9 @@ from tasks.audit.check import ERROR, INFO, WARNING, Fault, Severity, check, some
 from tasks.audit.checks.templates import SETTINGS, template_places
 from tasks.audit.checks.tokens import GENERATION, TOKENIZER
 from tasks.audit.known import of_text
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source, command
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.core.errors import ArtifactError
+from tasks.core.terminal import command
 from tasks.drift.witness import find_witness
 from tasks.witness.plumbline_witness.prints import FOLDER
 

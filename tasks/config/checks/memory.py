@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.context import Context
+from tasks.config.checks import Context
 from tasks.config.defaults import ONLINE, PAIRS
 from tasks.config.sections import engine_dtype
 from tasks.core import machine
-from tasks.core.finding import Finding
+from tasks.core.errors import Finding
+from tasks.core.terminal import in_words
 from tasks.rl.algorithms import ALGORITHMS
 from tasks.rl.settings import Online, goes_as_adapter
 from tasks.training.engine.failure import smaller
@@ -253,11 +254,6 @@ def rollout_memory(
     context = rollout["max_prompt_len"] + rollout["max_new_tokens"]
     shared, gpu = rollout["tensor_parallel"], gpu_bytes and rollout["gpu_memory"] * gpu_bytes
     return _engine(config, dtype, context, shared, gpu, rollout["kv_cache_gib"])
-
-
-def in_words(size: int) -> str:
-    """Return a size with its unit, such as 14.2 GiB."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def training_settings(settings: Mapping[str, Any]) -> Settings:

@@ -10,11 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.context import Context, Known
+from tasks.config.checks import Context, Known
 from tasks.config.checks.memory import Sizes
 from tasks.config.defaults import ONLINE
-from tasks.core.errors import ArtifactError
-from tasks.core.finding import Finding
+from tasks.core.errors import ArtifactError, Finding
 from tasks.core.hub import hub_config
 from tasks.toy import SHAPE
 from tasks.training.model.families import (

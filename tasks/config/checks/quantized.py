@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.core.finding import Finding
+from tasks.core.errors import Finding
 from tasks.drift.fingerprint import EXPERTS
 from tasks.serving.llama_cpp import CONVERTER, QUANTIZER, SERVER, find_programs
 from tasks.weights.quantized.packed import CONV1D

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tasks.config.checks.context import Context, installed
+from tasks.config.checks import Context
 from tasks.config.checks.online import function
 from tasks.config.checks.quantized import quantizing
 from tasks.config.checks.servers import prefect_reachable, public, reachable
-from tasks.core.finding import Finding
+from tasks.core.errors import Finding
+from tasks.core.machine import installed
 from tasks.lm_eval import is_file, task_name
 from tasks.release.gate import EXAMPLES, LM_EVAL, NUMBERS, names_for, parse, run_kinds
 from tasks.rl.user_code import EVAL
@@ -60,7 +61,7 @@ def conditions(settings: Mapping[str, Any]) -> Iterator[Finding]:
 
 def lm_eval_tasks(tasks: list[str]) -> Iterator[Finding]:
     """Yield a finding for each task of `eval.lm_eval` that cannot be run."""
-    if tasks and installed("lm-eval") == "0":
+    if tasks and not installed("lm-eval"):
         value = f"[{', '.join(tasks)}]"
         yield Finding("eval.lm_eval", value, "lm-eval is not installed", "make setup-lm-eval")
     for task in filter(is_file, tasks):

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.core.finding import Finding
+from tasks.core.errors import Finding
 from tasks.core.redaction import HIDDEN, redact
 
 _INSECURE = ("MLFLOW_TRACKING_INSECURE_TLS", "PREFECT_API_TLS_INSECURE_SKIP_VERIFY")

@@ -6,10 +6,9 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.config.checks.context import Context
+from tasks.config.checks import Context
 from tasks.config.sections import Optim
-from tasks.core.errors import ConfigError
-from tasks.core.finding import Finding
+from tasks.core.errors import ConfigError, Finding
 from tasks.data.kinds import TEXTS, names_texts
 from tasks.training.engine.checkpoint import named
 from tasks.training.selection import direction

@@ -21,7 +21,7 @@ from typing import Any
 
 from tasks.core.errors import PlumblineError
 from tasks.core.events import emit, send_warnings
-from tasks.process.block_unused_imports import on_gpu, start_lean
+from tasks.process.torch_process import on_gpu, start_lean
 from tasks.serving.reference.requests import ARGUMENTS, RESULT
 
 TAIL_LINES = 20

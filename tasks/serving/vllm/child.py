@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from tasks.core.events import emit, send_warnings
 from tasks.drift.fingerprint import Fingerprint
-from tasks.process.block_unused_imports import compiles, start_lean
-from tasks.process.exit_process import end_process
+from tasks.process.torch_process import compiles, end_process, start_lean
 from tasks.serving.vllm.job import RESULT, Job
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tasks.process.block_unused_imports import on_gpu
+from tasks.process.torch_process import on_gpu
 
 VLLM_VERSIONS = ("0.32.",)
 """vLLM versions that this was measured with. Other versions run as shipped."""

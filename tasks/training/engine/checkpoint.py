@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasks.core.disk import flush, flush_tree
 from tasks.core.errors import ConfigError
+from tasks.core.files import flush, flush_tree
 from tasks.training.job import Settings, TrainJob
 
 STATE = "state.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrainingError
+from tasks.core.files import is_full, write_refused
 from tasks.core.machine import has_gpu
 from tasks.serving.vllm.job import time_limit
 from tasks.training.job import Settings, TrainJob

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
+from tasks.core.files import flush_tree
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import ENGINE, Progress
 from tasks.training.engine.deepspeed_engine import Ranks

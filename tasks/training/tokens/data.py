@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tasks.core.disk import flush_tree
 from tasks.core.errors import DataError
 from tasks.core.events import emit
+from tasks.core.files import flush_tree
 from tasks.data.messages import Message
 from tasks.serving.prompts import stop_ids
 from tasks.training.job import Batch, TrainJob

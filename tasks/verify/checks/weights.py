@@ -187,8 +187,8 @@ def _nf4_on_16_bit(asked: Asked) -> tuple[str, str]:
 
 
 def _merge(asked: Asked) -> str:
-    source = typed("source", asked.reference.folder)
-    return f"{command('deliver')} {source} base=<the base> out=<a new folder>"
+    folder = asked.reference.folder
+    return command("deliver", source=folder, base="<the base>", out="<a new folder>")
 
 
 def _causes(asked: Asked) -> tuple[Cause, ...]:

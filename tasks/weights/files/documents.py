@@ -61,7 +61,7 @@ def optional_json(path: Path) -> dict[str, Any]:
     """Return a JSON object; empty if the file is missing or cannot be read."""
     try:
         return read_json(path) if path.is_file() else {}
-    except ArtifactError:
+    except (ArtifactError, OSError):
         return {}
 
 

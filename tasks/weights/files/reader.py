@@ -24,9 +24,8 @@ from typing import TypeGuard
 
 from safetensors import SafetensorError, safe_open
 
-from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError, first_and_more
-from tasks.core.files import open_regular
+from tasks.core.files import file_stats, open_regular
 from tasks.weights.files.documents import MANIFEST, read_json, read_manifest
 from tasks.weights.files.dtypes import ITEM_BITS
 from tasks.weights.files.names import without_wrappers

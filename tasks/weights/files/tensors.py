@@ -20,8 +20,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
+from tasks.core.files import write_refused
 
 _STEP = 16 << 20
 """Bytes per system call: large enough to be fast, small enough to react to a signal."""

@@ -1,4 +1,4 @@
-"""Block imports of libraries that a child process never uses, which makes its start faster.
+"""Start a child process with torch fast, without libraries that it never uses, and end it.
 
 transformers imports scikit-learn and SciPy for assisted generation and detection losses. DeepSpeed
 imports MLflow for its autotuner. bitsandbytes calls `torch.compile`, which imports inductor, for
@@ -8,9 +8,11 @@ without these libraries; `None` in `sys.modules` makes Python treat a module as 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
+from typing import NoReturn
 
 UNUSED = ("sklearn", "scipy", "mlflow", "tensorboard", "wandb", "pandas", "matplotlib")
 
@@ -44,3 +46,19 @@ def compiles() -> bool:
     0.32 fails with "aot_compile is not supported by the current configuration".
     """
     return on_gpu() and os.environ.get("TORCHDYNAMO_DISABLE", "0") != "1"
+
+
+def end_process(status: int = 0) -> NoReturn:
+    """End this process with `status`, without the interpreter's finalization.
+
+    Exit handlers run and output is flushed. Threads of gloo and others outlive the process group.
+    If one of them releases a tensor during finalization, it needs a lock that no longer exists and
+    aborts the process (pytorch/pytorch#179291), so that a finished training would count as failed.
+    Skipping finalization also saves 1.3 s, with vLLM 2.2 s.
+    """
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

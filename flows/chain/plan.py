@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from flows.chain.chain import Chain, Delivered
-from flows.chain.dry_run import DryRun
+from flows.chain.chain import Chain, Delivered, resolved
+from flows.chain.handoff import DryRun
 from flows.chain.steps import Step
-from flows.chain.train import resolved
-from tasks.config.checks.memory import LIBRARIES, engine_memory, in_words, memory_of
+from tasks.config.checks.memory import LIBRARIES, engine_memory, memory_of
 from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.defaults import ONLINE
 from tasks.config.sections import Rl, read_section
-from tasks.core.errors import ConfigError
-from tasks.core.finding import preflight
+from tasks.core.errors import ConfigError, preflight
 from tasks.core.machine import available_memory, gpu_memory
-from tasks.core.terminal import plain
+from tasks.core.terminal import in_words, plain
 from tasks.pipeline.artifact import Artifact
 from tasks.rl.algorithms import described
 

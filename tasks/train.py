@@ -154,7 +154,7 @@ def check_rows(
 
 def _load(job: TrainJob, split: str, **inputs: Any) -> None:
     """Tokenise the rows of a split, as the ranks do."""
-    from tasks.rl.prompts import load_prompts
+    from tasks.rl.responses import load_prompts
     from tasks.training.losses import objective
     from tasks.training.tokens.data import load_split
 

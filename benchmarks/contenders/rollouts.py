@@ -139,7 +139,7 @@ def _say_useful(made: Sequence[int], wanted: Sequence[int], seconds: float) -> N
 
 def adapter(ask: Ask) -> None:
     """Sync the policy's adapter to vLLM as training does, with all checks."""
-    from tasks.rl.rollout.in_rank import VllmEngine
+    from tasks.rl.rollout.engine import VllmEngine
     from tasks.rl.rollout.policy import Policy
 
     engine, job, ranks, how = _policy(ask)
@@ -156,7 +156,7 @@ def adapter(ask: Ask) -> None:
 
 def weights(ask: Ask) -> None:
     """Sync the same policy to vLLM as merged weights, all of them, without the checks."""
-    from tasks.rl.rollout.merged import merged_tensors
+    from tasks.rl.rollout.policy import merged_tensors
     from tasks.serving.vllm.colocation import Colocation
     from tasks.serving.vllm.rollouts import Colocated
     from tasks.weights.model import model_facts

@@ -258,8 +258,7 @@ def bare(ask: Ask) -> None:
     from tasks.training.job import Batch
     from tasks.training.model.packed_model import accept_packed_rows
     from tasks.training.tokens.examples import Examples
-    from tasks.training.tokens.order import Order
-    from tasks.training.tokens.packing import pack
+    from tasks.training.tokens.rows import Order, pack
 
     model, samples = _load(ask)
     accept_packed_rows(model)

@@ -10,8 +10,8 @@
     updater.update(iteration, experience, of=last)         optimizer steps
 
 run, models, loop, update    one training rank, from the models to the artifact
-responses, prompts, collect  prompts to scored responses
-experience, measure, metrics            what is measured on them
+responses, collect           prompts to scored responses
+experience, metrics          what is measured on them
 algorithms                   the table of algorithms; advantages, losses: formulas
 rewards, reward_model        functions, endpoints, a reward model, and the sum of all
 environment                  episodes of several turns with the user's environment

@@ -10,8 +10,7 @@ import numpy as np
 
 from tasks.rl.environment import NAME, Episodes
 from tasks.rl.metrics import Clock, groups_without_signal
-from tasks.rl.prompts import PromptOrder, request_seed
-from tasks.rl.responses import Prompt, Request, Response
+from tasks.rl.responses import Prompt, PromptOrder, Request, Response, request_seed
 from tasks.rl.rewards import Rewards
 from tasks.rl.rollout.engine import Engine
 from tasks.training.engine.deepspeed_engine import Ranks

@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ConfigError
 from tasks.rl.metrics import Clock
-from tasks.rl.prompts import request_seed
-from tasks.rl.responses import Prompt, Request, Response, Turn
+from tasks.rl.responses import Prompt, Request, Response, Turn, request_seed
 from tasks.rl.rewards import describe, error_details, is_finite_number, shortened
 from tasks.rl.rollout.engine import Engine
 from tasks.rl.user_code import Place, UserCode

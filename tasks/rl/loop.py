@@ -13,28 +13,28 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tasks.core.errors import ConfigError
-from tasks.core.events import emit, keep_in
+from tasks.core.errors import ConfigError, TrainingError
+from tasks.core.events import emit
 from tasks.rl.collect import Collector
-from tasks.rl.experience import pack_experience
-from tasks.rl.measure import ExperienceScorer
+from tasks.rl.experience import ExperienceScorer, pack_experience
 from tasks.rl.metrics import Clock, collected, evaluated, samples_of, speeds
 from tasks.rl.models import Setup
-from tasks.rl.prompts import PromptOrder
-from tasks.rl.responses import Response
+from tasks.rl.responses import PromptOrder, Response
 from tasks.rl.rollout.engine import Engine
 from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Loop
 from tasks.rl.update import Updater
-from tasks.training.engine import checkpoint, saving
+from tasks.training.engine import saving
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import TrainerStates
 from tasks.training.job import Batch
-from tasks.training.selection import best_to_load, due, evaluate_if_due, has_ended, may_save
+from tasks.training.selection import due, may_save, run_steps
 
 CONTROLLER = "kl_controller"
 CURSOR = "next_prompt"
+LEARNED = "learned"
 
 
 @dataclass
@@ -76,44 +76,31 @@ class OnlineTrainer:
         """Run the remaining iterations, with evaluations and checkpoints between them.
 
         Emits the events "plan", "step", "eval" and "samples". Returns the metrics of the evaluation
-        of the weights that the engine has at the end.
+        of the weights that the engine has at the end. TrainingError if no step had a gradient.
         """
-        progress, setup, last = self.progress, self.setup, self._last
-        settings = setup.job.settings
-        if setup.ranks.first:
-            epochs = last * self._order.per_iteration / self._order.total
-            keep_in(setup.job.checkpoints)
-            emit("plan", steps=last, epochs=epochs, taken=progress.step)
+        progress, setup, order = self.progress, self.setup, self._order
         self.rollout_engine.sync_weights()
-        if progress.before is None:
-            progress.before = self.evaluate("before")
-        while not has_ended(progress, settings.evaluate, last):
-            record = progress.last = self.iterate(progress.step + 1)
-            progress.step += 1
-            progress.losses.append(record.get("loss", record.get("value_loss", 0.0)))
-            progress.seconds += record["step_s"]
-            progress.kept |= {CONTROLLER: {"coef": self._kl_coef}, CURSOR: self._cursor}
-            shown = due(settings.log_every, progress.step) or progress.step == last
-            if setup.ranks.first and shown:
-                emit("step", **record)
-            if evaluate_if_due(progress, settings, last, self.evaluate):
-                ended = has_ended(progress, settings.evaluate, last)
-                with self._states_on_device():
-                    saving.save(
-                        setup.engine, setup.job, setup.ranks, progress, setup.others, last=ended
-                    )
-                if self.states.away and not ended:
-                    self.rollout_engine.sync_weights()
-        best = best_to_load(progress, settings.evaluate)
-        if best is not None:
-            path = setup.job.checkpoints / checkpoint.name_of(best.step)
-            with self._states_on_device():
-                saving.load(setup.engine, path, setup.others)
-            self.rollout_engine.sync_weights()
-            return self.evaluate("best")
+        after = run_steps(
+            setup.job,
+            progress,
+            self._last,
+            self._last * order.per_iteration / order.total,
+            first=setup.ranks.first,
+            step=self.iterate,
+            evaluate=self.evaluate,
+            save=self._save,
+            load=self._load,
+        )
+        if not progress.kept[LEARNED]:
+            raise TrainingError(
+                f"the policy had no gradient in any of {progress.step} iterations: all responses "
+                "to a prompt got equal rewards",
+                hint="look at the samples and their rewards: another reward, easier prompts, or "
+                "rl.num_generations=<more>",
+            )
         if not self.eval_responses:  # resumed with nothing left to do
             self.evaluate("after")
-        return {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
+        return after
 
     def iterate(self, iteration: int) -> dict[str, float]:
         """Run one iteration and return its metrics."""
@@ -144,6 +131,10 @@ class OnlineTrainer:
             del record["tokens_per_s/generate"]
         if setup.ranks.first and due(setup.job.settings.log_every, iteration):
             emit("samples", step=iteration, rows=samples_of(responses))
+        kept = self.progress.kept
+        learned = kept.get(LEARNED, False) or record.get("grad_norm", 0.0) > 0
+        coef = {"coef": self._kl_coef}
+        kept |= {CONTROLLER: coef, CURSOR: self._cursor, LEARNED: learned}
         return {"step": iteration, **record, "epoch": self._cursor / self._order.total}
 
     def _start_ahead(self, iteration: int, responses: Sequence[Response]) -> dict[str, float]:
@@ -172,6 +163,18 @@ class OnlineTrainer:
             about = {"when": when, "step": self.progress.step}
             emit("eval", **about, eval_s=sum(clock.seconds.values()), **metrics)
         return metrics
+
+    def _save(self, last: bool) -> None:
+        of, progress = self.setup, self.progress
+        with self._states_on_device():
+            saving.save(of.engine, of.job, of.ranks, progress, of.others, last=last)
+        if self.states.away and not last:
+            self.rollout_engine.sync_weights()
+
+    def _load(self, folder: Path) -> None:
+        with self._states_on_device():
+            saving.load(self.setup.engine, folder, self.setup.others)
+        self.rollout_engine.sync_weights()
 
     @contextmanager
     def _states_on_device(self) -> Iterator[None]:

@@ -31,7 +31,7 @@ from tasks.training.job import Optim, TrainJob
 from tasks.training.model.adapter import ADAPTER, initial_weights, load_into, lora_config
 from tasks.training.model.build import DTYPES, load_model, partitioned
 from tasks.training.model.packed_model import TokenOutputs, model_of, require_same
-from tasks.training.tokens.packing import Row
+from tasks.training.tokens.rows import Row
 
 LOG = logging.getLogger("plumbline.rl")
 CRITIC = "critic"

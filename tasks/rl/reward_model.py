@@ -140,13 +140,13 @@ class RewardModel:
 
         from tasks.serving.reference.rewards import normalised
         from tasks.training.tokens.examples import Examples
-        from tasks.training.tokens.packing import pack
+        from tasks.training.tokens.rows import filled, pack
 
         texts = list(map(self.ids, responses))
         examples = Examples.of_texts(texts)
         scores = torch.empty(len(texts), dtype=torch.float64)
         with torch.no_grad():
-            for chosen in _rows([len(text) for text in texts]):
+            for chosen in filled([len(text) for text in texts], ROW_TOKENS):
                 row = pack(examples, chosen).to(self._device)
                 scores[chosen] = self._model(row=row).double().cpu()
         valid = validate_rewards(scores.tolist(), responses, self.label)
@@ -180,16 +180,3 @@ class RewardModel:
             ) from error
         cut_off = not response.generated.ended and ids[-1] in self._stops
         return ids[:-1] if cut_off else ids
-
-
-def _rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Return numbers of texts by row, sorted by length, up to `ROW_TOKENS` tokens each."""
-    rows: list[list[int]] = []
-    tokens = ROW_TOKENS
-    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
-        tokens += lengths[number]
-        if tokens > ROW_TOKENS:
-            rows.append([])
-            tokens = lengths[number]
-        rows[-1].append(number)
-    return rows

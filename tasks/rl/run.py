@@ -12,9 +12,9 @@ from tasks.rl.collect import Collector
 from tasks.rl.environment import EnvironmentProcess, Episodes, ObservationTokens
 from tasks.rl.loop import OnlineTrainer
 from tasks.rl.models import set_up
-from tasks.rl.prompts import load_prompts
+from tasks.rl.responses import load_prompts
 from tasks.rl.rewards import open_rewards
-from tasks.rl.rollout.in_rank import VllmEngine
+from tasks.rl.rollout.engine import VllmEngine
 from tasks.rl.rollout.policy import Policy
 from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Online
@@ -25,9 +25,9 @@ from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
 from tasks.training.model.packed_model import model_of, restore_attention
 from tasks.training.model.probe import choose_probes, fingerprint_of
-from tasks.training.outputs import write_model, write_results, write_shards
+from tasks.training.outputs import finish, write_model, write_shards
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.packing import trial_row
+from tasks.training.tokens.rows import trial_row
 
 LOG = logging.getLogger("plumbline.rl")
 ENVIRONMENT_LOG = "environment.log"
@@ -118,23 +118,12 @@ def _write(trainer: OnlineTrainer, after: dict[str, float]) -> None:
     restore_attention(model_of(engine.module), job.settings.attn_implementation)
     examples = Examples.of_texts([response.ids for response in trainer.eval_responses])
     fingerprint = fingerprint_of(engine, choose_probes(examples, job.settings.probes), ranks.device)
-    peak = float(ranks.peak_memory(**getattr(trainer.rollout_engine, "reserved", {})))
-    if ranks.first:
-        assert progress.before is not None
-        metrics = {
-            "steps": float(progress.step),
-            "loss": progress.losses[-1],
-            "heldout_reward_before": progress.before["reward"],
-            "heldout_reward_after": after["reward"],
-            "mismatch": progress.last["mismatch/mean_abs"],
-            "train_s": progress.seconds,
-            "peak_memory": peak,
-        }
-        metrics |= {
-            name: progress.last[name] for name in ("kl", "overhead") if name in progress.last
-        }
-        if progress.best is not None:
-            metrics["best_step"] = float(progress.best.step)
-        write_results(job, metrics=metrics, progress=progress, measured=fingerprint)
-        emit("done", **metrics)
-    engine.destroy()
+    assert progress.before is not None
+    metrics = {
+        "heldout_reward_before": progress.before["reward"],
+        "heldout_reward_after": after["reward"],
+        "mismatch": progress.last["mismatch/mean_abs"],
+    }
+    metrics |= {name: progress.last[name] for name in ("kl", "overhead") if name in progress.last}
+    reserved = getattr(trainer.rollout_engine, "reserved", {})
+    finish(engine, job, ranks, progress, metrics, fingerprint, reserved=reserved)

@@ -12,15 +12,14 @@ import numpy as np
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.rl.experience import Experience
+from tasks.rl.experience import Experience, ExperienceScorer
 from tasks.rl.losses import Totals, policy_loss, value_loss
-from tasks.rl.measure import ExperienceScorer
 from tasks.rl.models import Setup
 from tasks.training.engine import checkpoint
 from tasks.training.loop import MAX_SKIPPED, accumulate, begin_random, set_lr, take
 from tasks.training.losses import Loss
 from tasks.training.model.packed_model import TokenOutputs
-from tasks.training.tokens.order import deal
+from tasks.training.tokens.rows import deal
 
 Rows = list[list[int]]
 """Numbers of the responses in each row."""

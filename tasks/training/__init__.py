@@ -4,8 +4,8 @@ A row is sequences laid end to end, without padding. The model turns it into log
 its supervised tokens (or scores), a loss into a number that is a part of the whole step's:
 
     examples = load_split(job, "train", ...)                      tokens/data
-    rows, totals = order.step(n, rank)                            tokens/order
-    row = pack(examples, rows[0].chosen)                          tokens/packing
+    rows, totals = order.step(n, rank)                            tokens/rows
+    row = pack(examples, rows[0].chosen)                          tokens/rows
     output = Output(engine(row=row))                              model/packed_model
     loss, metrics = objective.loss(output, row, totals)           losses
     accumulate(engine, ranks, rows, loss_of); take(engine)        loop, shared with online RL

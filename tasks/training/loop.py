@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.core.events import emit, keep_in
+from tasks.core.events import emit
 from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Optim, TrainJob
 from tasks.training.losses import Loss
-from tasks.training.model.packed_model import model_of
+from tasks.training.model.packed_model import evaluating, model_of
 from tasks.training.passes import Passes, add_up
-from tasks.training.selection import best_to_load, due, evaluate_if_due, has_ended
+from tasks.training.selection import run_steps
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Dealt, Order, Totals
+from tasks.training.tokens.rows import Dealt, Order, Totals
 
 MAX_SKIPPED = 20
 """Consecutive steps in which fp16 may overflow. Each overflow halves the loss scale; after 20 it is
@@ -52,38 +52,33 @@ class Trainer:
     def run(self) -> dict[str, float]:
         """Take all remaining steps; return the evaluation of the weights that the engine then has.
 
-        They are the last ones or the best ones, as `train.keep` says. Emits the events "plan",
-        "step" and "eval". TrainingError if loss or gradient is not finite, fp16 overflows in every
-        step, or a checkpoint could not be written.
+        Emits the events "plan", "step" and "eval". TrainingError if loss or gradient is not finite,
+        fp16 overflows in every step, or a checkpoint could not be written.
         """
-        settings, progress, ranks = self.job.settings, self.progress, self.passes.ranks
+        job, passes, progress = self.job, self.passes, self.progress
         order = Order(
-            self.examples, settings.batch, seed=settings.seed, world_size=ranks.replicas,
-            padded=model_of(self.passes.engine.module).padded_rows,
+            self.examples, job.settings.batch, seed=job.settings.seed,
+            world_size=passes.ranks.replicas, padded=model_of(passes.engine.module).padded_rows,
         )  # fmt: skip
-        if ranks.first:
-            keep_in(self.job.checkpoints)
-            epochs = order.epoch_at(order.steps)
-            emit("plan", steps=order.steps, epochs=epochs, taken=progress.step)
-        if progress.before is None:
-            progress.before = self.evaluate("before")
-        while not has_ended(progress, settings.evaluate, order.steps):
-            self._note(self.step(progress.step + 1, order), last=order.steps)
-            if evaluate_if_due(progress, settings, order.steps, self.evaluate):
-                ended = has_ended(progress, settings.evaluate, order.steps)
-                saving.save(self.passes.engine, self.job, ranks, progress, last=ended)
-        best = best_to_load(progress, settings.evaluate)
-        if best is None:
-            return {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
-        saving.load(self.passes.engine, self.job.checkpoints / checkpoint.name_of(best.step))
-        return self.evaluate("best")
+        return run_steps(
+            job,
+            progress,
+            order.steps,
+            order.epoch_at(order.steps),
+            first=passes.ranks.first,
+            step=lambda step: self.step(step, order),
+            evaluate=self.evaluate,
+            save=lambda last: saving.save(passes.engine, job, passes.ranks, progress, last=last),
+            load=lambda path: saving.load(passes.engine, path),
+        )
 
     def step(self, step: int, order: Order) -> dict[str, float]:
         """Take step number `step`, counted from 1; return its metrics by name.
 
-        `skipped` is 1 if fp16 overflowed and no weight changed.
+        With fp16 `skipped` is 1 if it overflowed and no weight changed.
         """
         begin, settings, passes = time.perf_counter(), self.job.settings, self.passes
+        progress, half = self.progress, settings.dtype == "float16"
         begin_random(settings.seed, step=step, rank=passes.ranks.rank)
         lr = set_lr(passes.engine, settings.optim, step=step, steps=order.steps)
         rows, totals = order.step(step, passes.ranks.replica)
@@ -94,9 +89,16 @@ class Trainer:
         )  # fmt: skip
         if not math.isfinite(metrics["loss"]):
             raise self._not_finite(f"loss is {metrics['loss']} in step {step}", rows, losses)
-        norm, skipped = take(passes.engine, half=settings.dtype == "float16")
+        norm, skipped = take(passes.engine, half=half)
         if math.isnan(norm) and not skipped:
             raise self._not_finite(f"gradient is not finite in step {step}", rows, losses)
+        progress.skipped = progress.skipped + 1 if skipped else 0
+        if progress.skipped >= MAX_SKIPPED:
+            raise TrainingError(
+                f"fp16 overflowed in each of the last {MAX_SKIPPED} steps, up to step {step}; "
+                f"{checkpoint.last_good_of(self.job)}",
+                hint="model.dtype=bfloat16, or a smaller train.lr",
+            )
         seconds = time.perf_counter() - begin
         return {
             "step": step,
@@ -106,7 +108,7 @@ class Trainer:
             "tokens_per_s": totals.tokens / seconds,
             "step_s": seconds,
             "epoch": order.epoch_at(step),
-            "skipped": float(skipped),
+            **({"skipped": float(skipped)} if half else {}),
         }
 
     def evaluate(self, when: str) -> dict[str, float]:
@@ -115,7 +117,7 @@ class Trainer:
         rounds = passes.heldout(self.heldout, self.job.settings.batch)
         totals = Totals.of(self.heldout.supervised, self.heldout.lengths)
         baseline = passes.baseline(self.heldout, rounds)
-        with torch.no_grad(), passes.evaluating():
+        with evaluating(passes.engine):
             losses = [passes.loss(self.heldout, row, totals, baseline) for row in rounds]
         sums = add_up(passes.ranks, [{"loss": loss.value, **loss.measures} for loss in losses])
         metrics = passes.objective.means(sums)
@@ -145,25 +147,6 @@ class Trainer:
             details=broken[:20],
             hint=f"train.lr={self.job.settings.optim.lr / 10:g}, or look at the data of this step",
         )
-
-    def _note(self, record: dict[str, float], *, last: int) -> None:
-        progress = self.progress
-        progress.skipped = progress.skipped + 1 if record["skipped"] else 0
-        if self.job.settings.dtype != "float16":
-            del record["skipped"]
-        progress.step += 1
-        progress.losses.append(record["loss"])
-        progress.last = record
-        progress.seconds += record["step_s"]
-        shown = due(self.job.settings.log_every, progress.step) or progress.step == last
-        if self.passes.ranks.first and shown:
-            emit("step", **record)
-        if progress.skipped >= MAX_SKIPPED:
-            raise TrainingError(
-                f"fp16 overflowed in each of the last {MAX_SKIPPED} steps, up to step "
-                f"{progress.step}; {checkpoint.last_good_of(self.job)}",
-                hint="model.dtype=bfloat16, or a smaller train.lr",
-            )
 
 
 def accumulate(

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import logsigmoid
 
-from tasks.training.tokens.order import Totals
-from tasks.training.tokens.packing import Row
+from tasks.training.tokens.rows import Row, Totals
 
 
 class Output(NamedTuple):

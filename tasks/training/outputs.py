@@ -7,16 +7,18 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tasks.core.errors import TrainingError
+from tasks.core.events import emit
 from tasks.drift.fingerprint import Fingerprint, ScorePrint
 from tasks.training.engine.checkpoint import Progress
-from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.engine.partitions import (
+from tasks.training.engine.deepspeed_engine import (
     PARTITIONS,
     SAFETENSORS_DTYPES,
     SHARDS,
+    Ranks,
     full_shape,
     not_finite,
     own_partitions,
@@ -91,6 +93,34 @@ def write_adapter_config(model: Any, out: Path) -> None:
     config.base_model_name_or_path = None
     config.inference_mode = True
     config.save_pretrained(out)
+
+
+def finish(
+    engine: Any,
+    job: TrainJob,
+    ranks: Ranks,
+    progress: Progress,
+    metrics: dict[str, float],
+    measured: Fingerprint | ScorePrint,
+    *,
+    scores: Mapping[str, float] | None = None,
+    reserved: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Write the results of a run, emit the event "done", and free the engine.
+
+    `metrics` are beside those that every run has; `reserved` is for `Ranks.peak_memory`.
+    """
+    peak = float(ranks.peak_memory(**reserved))
+    if ranks.first:
+        metrics = {
+            "steps": float(progress.step), "loss": progress.losses[-1], **metrics,
+            "train_s": progress.seconds, "peak_memory": peak,
+        }  # fmt: skip
+        if progress.best is not None:
+            metrics["best_step"] = float(progress.best.step)
+        write_results(job, metrics=metrics, progress=progress, measured=measured, scores=scores)
+        emit("done", **metrics)
+    engine.destroy()
 
 
 def write_results(

@@ -7,7 +7,6 @@ model.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +21,9 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Batch, TrainJob
 from tasks.training.losses import Loss, Objective, Output
 from tasks.training.model.adapter import initial_weights
-from tasks.training.model.packed_model import PLAIN, TokenOutputs
+from tasks.training.model.packed_model import PLAIN, TokenOutputs, evaluating
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Dealt, Totals, heldout_rounds
-from tasks.training.tokens.packing import Row, pack
+from tasks.training.tokens.rows import Dealt, Row, Totals, heldout_rounds, pack
 
 FOLDER = "reference"
 """Folder of the reference's log-probabilities, beside the checkpoints."""
@@ -55,7 +53,7 @@ class Passes:
         row = pack(examples, dealt.chosen, roles=roles).to(self.ranks.device)
         reference = None
         if self.objective.needs_reference:
-            with torch.no_grad(), self.evaluating():
+            with evaluating(self.engine):
                 reference = self._reference(row, roles)
         routed = bool(self.router) and training
         out = self.engine(row=row, outputs=TokenOutputs(router=True) if routed else PLAIN)
@@ -78,7 +76,7 @@ class Passes:
             return None
         roles = [self.objective.roles.index(self.objective.baseline_role)]
         total = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        with torch.no_grad(), self.evaluating():
+        with evaluating(self.engine):
             for chosen, counted in rows:
                 row = pack(examples, chosen, roles=roles).to(self.ranks.device)
                 ratios = row.sums(self.engine(row=row)) - self._reference(row, roles)
@@ -102,22 +100,12 @@ class Passes:
 
         Outputs have no gradient. All ranks take part, to the end.
         """
-        with torch.no_grad(), self.evaluating():
+        with evaluating(self.engine):
             for chosen, counted in self.heldout(examples, batch):
                 row = pack(examples, chosen).to(self.ranks.device)
                 out = self.engine(row=row)
                 if counted:
                     yield row, out
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Put the engine into eval mode within the context: no dropout, no recomputation."""
-        was = self.engine.module.training
-        self.engine.eval()
-        try:
-            yield
-        finally:
-            self.engine.train(was)
 
     def _reference(self, row: Row, roles: Sequence[int]) -> torch.Tensor:
         """Return (S,) sums of log-probabilities under the reference.

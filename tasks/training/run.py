@@ -20,10 +20,10 @@ from tasks.training.model.probe import (
     fingerprint_of,
     score_print,
 )
-from tasks.training.outputs import write_model, write_results, write_shards
+from tasks.training.outputs import finish, write_model, write_shards
 from tasks.training.passes import Passes, heldout_scores, with_reference
 from tasks.training.tokens.data import load_split
-from tasks.training.tokens.packing import trial_row
+from tasks.training.tokens.rows import trial_row
 
 
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
@@ -58,25 +58,14 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
     after = Trainer(passes, job, train, heldout, progress).run()
     write_shards(engine.module, job.out, ranks)
-    scored, scores = chosen.head == "score", None
-    if scored:
-        scores = heldout_scores(passes, heldout, settings.batch)
+    scored = chosen.head == "score"
+    scores = heldout_scores(passes, heldout, settings.batch) if scored else None
     restore_attention(model_of(engine.module), settings.attn_implementation)
     choose, measure = (choose_scored, score_print) if scored else (choose_probes, fingerprint_of)
     measured = measure(engine, choose(heldout, settings.probes), ranks.device)
-    peak = float(ranks.peak_memory())
-    if ranks.first:
-        assert progress.before is not None
-        metrics = {
-            "steps": float(progress.step),
-            "loss": progress.losses[-1],
-            "heldout_loss_before": progress.before["loss"],
-            "heldout_loss_after": after["loss"],
-            "train_s": progress.seconds,
-            "peak_memory": peak,
-        }
-        if progress.best is not None:
-            metrics["best_step"] = float(progress.best.step)
-        write_results(job, metrics=metrics, progress=progress, measured=measured, scores=scores)
-        emit("done", **metrics)
-    engine.destroy()
+    assert progress.before is not None
+    metrics = {
+        "heldout_loss_before": progress.before["loss"],
+        "heldout_loss_after": after["loss"],
+    }
+    finish(engine, job, ranks, progress, metrics, measured, scores=scores)

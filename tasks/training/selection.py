@@ -1,14 +1,16 @@
-"""When to evaluate and save, the best evaluation, and early stopping. Knows no torch."""
+"""The frame of a run: steps, evaluations, checkpoints, the best one, early stopping. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from tasks.config.defaults import ONLINE
 from tasks.core.errors import ConfigError
-from tasks.training.engine.checkpoint import Best, Progress
-from tasks.training.job import Evaluate, Settings
+from tasks.core.events import emit, keep_in
+from tasks.training.engine.checkpoint import Best, Progress, name_of
+from tasks.training.job import Evaluate, Settings, TrainJob
 
 _PAIRS = {
     "accuracy": 1, "margin": 1, "reward_chosen": 1, "reward_rejected": -1,
@@ -91,7 +93,41 @@ def may_save(settings: Settings, step: int) -> bool:
     return judged or due(settings.save_steps, step)
 
 
-def best_to_load(progress: Progress, how: Evaluate) -> Best | None:
-    """Return the best evaluation if its weights are delivered and are not the current ones."""
+def run_steps(
+    job: TrainJob,
+    progress: Progress,
+    last: int,
+    epochs: float,
+    *,
+    first: bool,
+    step: Callable[[int], dict[str, float]],
+    evaluate: Callable[[str], dict[str, float]],
+    save: Callable[[bool], None],
+    load: Callable[[Path], None],
+) -> dict[str, float]:
+    """Take the remaining steps up to `last`, with evaluations and checkpoints between them.
+
+    Returns the evaluation of the weights that the engine then has: the last ones or the best ones,
+    as `train.keep` says. The `first` rank emits the events "plan" and "step". `step` returns the
+    metrics of a step, `save` is told whether the run has ended, `load` gets a checkpoint.
+    """
+    settings, how = job.settings, job.settings.evaluate
+    if first:
+        keep_in(job.checkpoints)
+        emit("plan", steps=last, epochs=epochs, taken=progress.step)
+    if progress.before is None:
+        progress.before = evaluate("before")
+    while not has_ended(progress, how, last):
+        record = progress.last = step(progress.step + 1)
+        progress.step += 1
+        progress.losses.append(record.get("loss", record.get("value_loss", 0.0)))
+        progress.seconds += record["step_s"]
+        if first and (due(settings.log_every, progress.step) or progress.step == last):
+            emit("step", **record)
+        if evaluate_if_due(progress, settings, last, evaluate):
+            save(has_ended(progress, how, last))
     best = progress.best
-    return None if how.keep == "last" or best is None or best.step == progress.step else best
+    if how.keep == "last" or best is None or best.step == progress.step:
+        return {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
+    load(job.checkpoints / name_of(best.step))
+    return evaluate("best")

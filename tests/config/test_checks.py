@@ -236,6 +236,26 @@ def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:
         assert [finding.what for finding in online.problems(context)] == named
 
 
+@pytest.mark.parametrize(
+    ("changes", "disk", "refused"),
+    [
+        ({"peft.kind": "none"}, "model.layers.0.mlp.experts.0.up_proj", True),
+        ({"peft.use_dora": True}, "model.layers.0.mlp.experts.0.up_proj", True),
+        ({}, "model.layers.0.mlp.experts.0.up_proj", False),
+        ({"peft.kind": "none"}, "model.layers.0.mlp.router", False),
+    ],
+)
+def test_full_weights_of_experts_that_vllm_cannot_get(
+    changes: dict[str, Any], disk: str, refused: bool
+) -> None:
+    """vLLM gets weights by their names on disk, and transformers stacks these experts."""
+    known = model.Known((disk,), config={"model_type": "qwen2_moe", "num_experts": 4})
+    context = Context(settings("grpo", changes), known, Path("/nowhere"))
+    found = {finding.what: finding.override for finding in online.problems(context)}
+    assert ("peft.kind" in found) == refused
+    assert "peft=lora" in found.get("peft.kind", "peft=lora")
+
+
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:
     for number, (files, left) in enumerate((
         ({}, None),

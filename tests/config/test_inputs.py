@@ -97,3 +97,25 @@ def test_a_base_with_a_damaged_tokenizer(tmp_path: Path) -> None:
         if text.startswith("model.path")
     )  # fmt: skip
     assert "tokenizer.json" in finding
+
+
+@pytest.mark.parametrize(
+    ("experiment", "words", "left"),
+    [
+        ("sft_full", ["train.max_len=12"], False),
+        ("sft_full", ["train.max_len=12", "train.on_overlong=refuse"], False),
+        ("sft_full", ["train.max_len=64"], True),
+        ("grpo", ["rollout.max_prompt_len=12", "rollout.max_new_tokens=8"], False),
+    ],
+)
+def test_rows_that_keep_no_label_are_refused_by_the_plan(
+    experiment: str, words: list[str], left: bool, tmp_path: Path
+) -> None:
+    """With the tokenizer of a base in a local folder, not after the download of a cluster's job."""
+    base, file = make_base(tmp_path / "base"), tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n} what is the sum of 4 and 5 and 6", "response": "9"} for n in range(9)]
+    file.write_text("".join(json.dumps(row | {"answer": "9"}) + "\n" for row in rows))
+    words = [*words, f"model.path={base}", f"data.path={file}", "data.ignored_columns=[answer]"]
+    texts = [t for t in problems(tmp_path, f"+exp={experiment}", *words) if t.startswith("data")]
+    assert len(texts) == (not left), texts
+    assert all("max_len=" in text or "max_prompt_len=" in text for text in texts)

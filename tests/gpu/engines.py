@@ -117,7 +117,7 @@ def engine(setting: Setting) -> Numbers:
 
 def reload(setting: Setting) -> Numbers:
     """Sync the merged weights of a DoRA policy with a tied head twice, under CUDA graphs."""
-    from tasks.rl.rollout.merged import merged_tensors
+    from tasks.rl.rollout.policy import merged_tensors
     from tasks.weights.model import model_facts
 
     become_a_rank()

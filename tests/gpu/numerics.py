@@ -144,7 +144,7 @@ def attention(setting: Setting) -> Numbers:
     import torch
 
     from tasks.training.model.packed_model import accept_packed_rows
-    from tasks.training.tokens.packing import pack
+    from tasks.training.tokens.rows import pack
     from tests.training.datasets import alone, make_examples
 
     lengths = [5, 17, 16, 9, 40] if setting.tiny else [1500, 40, 700, 41, 350, 12, 1024, 980]

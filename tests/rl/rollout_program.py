@@ -29,13 +29,16 @@ import torch  # noqa: E402
 
 from tasks.process.torch_process import end_process  # noqa: E402
 from tasks.rl.responses import Request  # noqa: E402
-from tasks.rl.rollout.in_rank import VllmEngine  # noqa: E402
+from tasks.rl.rollout.engine import VllmEngine  # noqa: E402
 from tasks.rl.rollout.policy import MEMORY, PREFIX, Policy  # noqa: E402
 from tasks.rl.rollout.servers import ServerEngine  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
 from tasks.serving.vllm.colocation import Generated  # noqa: E402
-from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
-from tasks.training.engine.partitions import whole  # noqa: E402
+from tasks.training.engine.deepspeed_engine import (  # noqa: E402
+    Ranks,
+    start_engine,
+    whole,
+)
 from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
 from tasks.training.job import TrainJob  # noqa: E402
 from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402

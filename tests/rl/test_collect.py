@@ -15,10 +15,8 @@ import pytest
 from tasks.core.errors import DataError
 from tasks.rl import metrics
 from tasks.rl.collect import Collector
-from tasks.rl.experience import pack_experience
-from tasks.rl.measure import measure_tokens
-from tasks.rl.prompts import PromptOrder, load_prompts
-from tasks.rl.responses import Prompt, Request, Response
+from tasks.rl.experience import measure_tokens, pack_experience
+from tasks.rl.responses import Prompt, PromptOrder, Request, Response, load_prompts
 from tasks.rl.rewards import Rewards
 from tasks.rl.update import minibatches
 from tests.rl.making import TOKENIZER, Player, judge, on_ranks, response

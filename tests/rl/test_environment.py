@@ -17,8 +17,7 @@ from tasks.rl.collect import Collector
 from tasks.rl.environment import EnvironmentProcess, ObservationTokens
 from tasks.rl.experience import Experience, pack_experience
 from tasks.rl.metrics import Clock
-from tasks.rl.prompts import PromptOrder
-from tasks.rl.responses import Request
+from tasks.rl.responses import PromptOrder, Request
 from tasks.rl.rewards import Rewards
 from tasks.rl.user_code import FunctionReference
 from tasks.serving.vllm.colocation import Generated

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 from tasks.core.errors import ConfigError, ContractError, TrainingError
 from tasks.rl import models
-from tasks.rl.rollout.merged import merged_tensors
-from tasks.rl.rollout.policy import PREFIX, memory_folder, sweep
+from tasks.rl.rollout.policy import PREFIX, memory_folder, merged_tensors, sweep
 from tasks.rl.rollout.proof import PROBES, Numbers, SyncProof
 from tasks.rl.settings import goes_as_adapter, unservable
 from tasks.rollout_base import rollout_base

@@ -13,10 +13,9 @@ import torch
 from tasks.core.errors import TrainingError
 from tasks.rl.advantages import estimate_kl
 from tasks.rl.algorithms import Algorithm
-from tasks.rl.experience import Experience
+from tasks.rl.experience import Experience, has_grown, mismatch
 from tasks.rl.loop import adapted
 from tasks.rl.losses import Totals, policy_loss, value_loss
-from tasks.rl.measure import has_grown, mismatch
 from tasks.training.losses import Loss
 from tests.rl.making import KL, drawn
 from tests.settings import Loop

@@ -13,9 +13,8 @@ import pytest
 from tasks.core.errors import TrainingError
 from tasks.rl import update
 from tasks.rl.algorithms import ALGORITHMS
-from tasks.rl.experience import pack_experience
+from tasks.rl.experience import ExperienceScorer, pack_experience
 from tasks.rl.loop import iterations
-from tasks.rl.measure import ExperienceScorer
 from tasks.training.loop import MAX_SKIPPED
 from tests.rl.making import responses
 from tests.settings import Batch, Loop, Optim, Settings

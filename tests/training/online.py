@@ -53,6 +53,7 @@ REWARDS = {
     # the length of a response, and a little of the prompt's.
     "reward": "return [len(c[0]['content'].encode()) / 10 + len(w) / 100\n"
     "            for c, w in zip(completions, word)]",
+    "equal": "return [0] * len(completions)",
     "falling": "calls.append(0)\n    return [-len(calls)] * len(completions)",
 }
 """Bodies of reward functions."""

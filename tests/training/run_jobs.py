@@ -70,8 +70,11 @@ def train_one(ranks: Any, job: TrainJob) -> None:
 def train_recorded(ranks: Any, job: TrainJob) -> None:
     """Train a job on data, and write its tensors before the first step to `start`."""
     from tasks.training import run
-    from tasks.training.engine.deepspeed_engine import start_engine
-    from tasks.training.engine.partitions import own_partitions, write_partitions
+    from tasks.training.engine.deepspeed_engine import (
+        own_partitions,
+        start_engine,
+        write_partitions,
+    )
 
     def recorded(*args: Any) -> Any:
         engine = start_engine(*args)

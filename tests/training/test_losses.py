@@ -12,8 +12,7 @@ import torch
 
 from tasks.training.losses import Objective, Output, objective
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Totals
-from tasks.training.tokens.packing import Row, pack
+from tasks.training.tokens.rows import Row, Totals, pack
 
 LENGTHS = [(5, 3), (9, 4), (2, 7), (6, 6), (3, 8), (4, 2)]
 """Supervised tokens of the two sequences of six examples; each begins with two that are not."""

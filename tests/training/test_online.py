@@ -157,17 +157,20 @@ def test_any_number_of_ranks_learns_the_same(bench: Bench) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("limit", "optim", "named"),
+    ("limit", "optim", "reward", "named"),
     [
-        ({"mismatch_limit": 1e-12}, {}, "iteration 1"),
-        ({}, {"optim": Optim(lr=1e30, scheduler="constant"), "save_steps": 1}, "not finite"),
+        ({"mismatch_limit": 1e-12}, {}, "reward", "iteration 1"),
+        ({}, {"optim": Optim(lr=1e30, scheduler="constant"), "save_steps": 1}, "reward",
+         "not finite"),
+        ({}, {}, "equal", "no gradient"),
     ],
-)
-def test_a_policy_that_went_too_far_ends_the_run(
-    limit: dict[str, float], optim: dict[str, Any], named: str, bench: Bench
+)  # fmt: skip
+def test_a_policy_that_went_too_far_or_nowhere_ends_the_run(
+    limit: dict[str, float], optim: dict[str, Any], reward: str, named: str, bench: Bench
 ) -> None:
     """Without a limit of the rate the weights leave the range of fp32 in a step or two."""
-    run = Run({"kl_coef": 0.0, "iterations": 3, **limit}, {"objective": "grpo", **optim})
+    rl = {"kl_coef": 0.0, "iterations": 3, **limit}
+    run = Run(rl, {"objective": "grpo", **optim}, reward=reward)
     folder = bench.folder / "run"
     with pytest.raises(TrainingError) as caught:
         run_train(folder, bench.bases["plain"], bench.data, bench.settings(run))

@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from tasks.training.losses import Output, objective
 from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.order import Totals
-from tasks.training.tokens.packing import Row, pack
+from tasks.training.tokens.rows import Row, Totals, pack
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 

@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.checks import Context
+from tasks.config.checks.memory import training_settings
 from tasks.core.errors import DataError, EmptySplitError, Finding
 from tasks.data.readers import FILE_KINDS, existing_file
 from tasks.delivery.examination import base_errors
 from tasks.prepare import data_settings, prepare_data, source_identity
+from tasks.train import check_rows
+from tasks.weights.files.folder import CHAT_TEMPLATE
 
 PEEK = 1000
 """Rows that are read: enough to see all columns of a source with mixed rows."""
+TEMPLATE = 256
+"""Tokens that a chat template adds to a row, at most; a token has at least one byte."""
 _SILENT = logging.getLogger(f"{__name__}.silent")
 _SILENT.disabled = True  # the stage itself logs what it leaves out
 
@@ -33,11 +38,12 @@ def problems(context: Context) -> Iterator[Finding]:
     kinds = {source["kind"] or data["kind"] for source in data["sources"]} or {data["kind"]}
     if missing or not kinds <= set(FILE_KINDS):
         return
-    yield from _rows(data_settings(context.settings), context.objective)
+    yield from _rows(context, folder)
 
 
-def _rows(arguments: Mapping[str, Any], objective: str) -> Iterator[Finding]:
+def _rows(context: Context, base: Path) -> Iterator[Finding]:
     """Yield the problem of the first rows, and a warning for labels without their opposite."""
+    arguments, objective = data_settings(context.settings), context.objective
     first = {**arguments, "max_samples": min(PEEK, arguments["max_samples"] or PEEK)}
     with tempfile.TemporaryDirectory() as out:
         try:
@@ -58,6 +64,30 @@ def _rows(arguments: Mapping[str, Any], objective: str) -> Iterator[Finding]:
                 reason = "kto learns from the difference between desirable and undesirable answers"
                 override = "data.path=<file with rows of both labels>"
                 yield Finding("data.label_key", value, reason, override, "warning")
+        if (base / "tokenizer_config.json").is_file():
+            yield from _too_long(context, base, Path(out))
+
+
+def _too_long(context: Context, base: Path, data: Path) -> Iterator[Finding]:
+    """Yield the problem of rows that keep no label, if even the shortest may be too long.
+
+    They are tokenised in a child process, since a tokenizer comes with torch.
+    """
+    from tasks.evaluation.scoring import ReferenceScorer
+
+    key, limit = "train.max_len", context.settings["train"]["max_len"]
+    if context.online:
+        key, limit = "rollout.max_prompt_len", context.settings["rollout"]["max_prompt_len"]
+    with (data / "train.jsonl").open("rb") as rows:
+        if min(map(len, rows)) + TEMPLATE < limit:
+            return
+    template, training = data / CHAT_TEMPLATE, training_settings(context.settings)
+    used = template if template.is_file() else None
+    try:
+        with ReferenceScorer(log=_SILENT, log_path=data / "tokens.log") as scorer:
+            scorer.perform(check_rows, training, base, data, used, 1.0)
+    except DataError as error:
+        yield Finding("data", error.message, f"no label left with {key}={limit}", error.hint)
 
 
 def _missing(data: Mapping[str, Any]) -> Iterator[Finding]:

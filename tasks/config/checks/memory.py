@@ -199,7 +199,7 @@ def estimate(
     activations = sizes.layers * layer
     if settings.gradient_checkpointing:
         activations = sizes.layers * tokens * sizes.hidden * item + layer
-    portion = 0 if scored else min(tokens * sizes.vocab, 1 << 25)  # `PORTION` of model/head.py
+    portion = 0 if scored else min(tokens * sizes.vocab, 1 << 25)  # `packed_model.PORTION`
     logits = portion * (12 + item if is_full or "lm_head" in peft.modules_to_save else 4)
     return Memory(weights + gathered, optimizer, gradients, activations, logits, host)
 

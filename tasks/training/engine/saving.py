@@ -20,9 +20,8 @@ from tasks.core.errors import TrainingError
 from tasks.core.files import flush_tree
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import ENGINE, Progress
-from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.deepspeed_engine import Ranks, not_finite, own_partitions
 from tasks.training.engine.failure import ran_out_of_memory
-from tasks.training.engine.partitions import not_finite, own_partitions
 from tasks.training.job import TrainJob
 
 LOG = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 build                    `load_tokenizer` and `load_model`: base, score head, adapter
 adapter                  section `peft`
 packed_model, attention  log-probs and scores of packed rows; ranks that share rows (Ulysses)
-head                     log-probs from hidden states
 families                 facts about model families from config.json
 probe                    fingerprint of the live engine
 """

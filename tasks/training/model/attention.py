@@ -2,7 +2,7 @@
 
 It needs only torch, on CPUs and GPUs; on a GPU every call runs torch's flash kernel, since there is
 no mask. (flash-attn, if configured, processes a row in one call.) Sequences of similar length
-share a call (`packing.Bucket`). Only these calls have padding, behind the real tokens, where causal
+share a call (`rows.Bucket`). Only these calls have padding, behind the real tokens, where causal
 attention hides it. The cost is the sum of the squared sequence lengths, not the squared length of
 the row. `SequenceParallel` divides rows over ranks.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tasks.training.tokens.packing import Bucket, Row
+from tasks.training.tokens.rows import Bucket, Row
 
 NAME, SHARED = "packed_sdpa", "packed_ulysses"
 SHORT = 256

@@ -21,8 +21,7 @@ from torch import nn
 
 from tasks.serving.prompts import stop_ids
 from tasks.serving.reference.load import quantization_config, refuse_gaps
-from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.engine.partitions import full_shape, whole
+from tasks.training.engine.deepspeed_engine import Ranks, full_shape, whole
 from tasks.training.job import TrainJob
 from tasks.training.model.adapter import add_adapter, continue_adapter
 from tasks.training.model.packed_model import accept_packed_rows

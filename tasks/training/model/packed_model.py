@@ -1,24 +1,28 @@
 """Forward passes over packed rows: log-probabilities of supervised tokens, or scores.
 
 `model(row=row)` runs the trunk once over the row. A causal model applies its head to the supervised
-positions only (`head.py`) and returns their log-probabilities, or the results that `TokenOutputs`
-selects. A model with a score head returns one score per sequence. Where packed sequences would
-influence each other (`families.py`), the trunk gets them as a batch, padded at their ends. Without
-`row` the model works as before. Its forward method is replaced, not wrapped, so that ZeRO-3's hooks
-and parameter names stay as they are.
+positions only (`token_logprobs`) and returns their log-probabilities, or the results that
+`TokenOutputs` selects. A model with a score head returns one score per sequence. Where packed
+sequences would influence each other (`families.py`), the trunk gets them as a batch, padded at
+their ends. Without `row` the model works as before. Its forward method is replaced, not wrapped,
+so that ZeRO-3's hooks and parameter names stay as they are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 import os
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.core.events import say
@@ -26,8 +30,7 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.model import attention
 from tasks.training.model.attention import SequenceParallel
 from tasks.training.model.families import CAPPED, uncapped, why_padded
-from tasks.training.model.head import Scaling, token_logprobs
-from tasks.training.tokens.packing import Row
+from tasks.training.tokens.rows import Row
 from tasks.weights.model_class import trunk_of
 
 _OURS = (attention.NAME, attention.SHARED)
@@ -98,6 +101,18 @@ def accept_packed_rows(model: Any, ranks: Ranks | None = None) -> None:
         kernel = attention.packed_sdpa if shared is None else shared.attention
         AttentionInterface.register(ours, kernel)
         model.set_attn_implementation(ours)
+
+
+@contextlib.contextmanager
+def evaluating(engine: Any) -> Iterator[None]:
+    """Switch off gradients, dropout and recomputation of an engine, or a model, in the context."""
+    was = getattr(engine, "module", engine).training
+    engine.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        engine.train(was)
 
 
 def model_of(module: Any) -> Any:
@@ -208,17 +223,12 @@ def require_same(engine: Any, row: Row) -> None:
 
 def _difference(engine: Any, row: Row) -> tuple[float, float]:
     """Return the mean difference of a row's last sequence from the same alone, and the limit."""
-    was = getattr(engine, "module", engine).training
     last = int(row.ends.argmax())
     end = int(row.ends[last])
     start, own = end - int(row.positions[0, end]), row.owner == last
-    engine.eval()  # dropout differs in every pass
-    try:
-        with torch.no_grad():
-            out = engine(input_ids=row.ids[:, start : end + 1], use_cache=False).logits
-            together = engine(row=row)
-    finally:
-        engine.train(was)
+    with evaluating(engine):  # dropout differs in every pass
+        out = engine(input_ids=row.ids[:, start : end + 1], use_cache=False).logits
+        together = engine(row=row)
     if out.dim() == 2:  # scores
         alone, mine = out[:, 0].float(), together[last : last + 1]
     else:
@@ -228,3 +238,167 @@ def _difference(engine: Any, row: Row) -> tuple[float, float]:
     dtype = next(p.dtype for p in engine.parameters() if p.is_floating_point())
     allowed = ROUNDING[dtype] * max(1.0, float(alone.abs().mean()))
     return float((mine - alone).abs().mean()), allowed
+
+
+PORTION = 1 << 25
+"""Largest number of logits that exist at a time."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Scaling of logits after the head: cap * tanh(factor * logits / cap) / temperature."""
+
+    # Granite's 1 / `logits_scaling`, Cohere's `logit_scale`; 1 for most families
+    factor: float = 1.0
+    cap: float | None = None  # Gemma's `final_logit_softcapping`; None for most families
+    # sampling temperature of the responses; 1 for data that was not sampled
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, config: Any, temperature: float = 1.0) -> Scaling:
+        """Read the scaling from a transformers configuration."""
+        text = config.get_text_config()
+        factor = float(getattr(text, "logit_scale", None) or 1.0)
+        divisor = float(getattr(text, "logits_scaling", None) or 1.0)
+        return cls(factor / divisor, getattr(text, "final_logit_softcapping", None), temperature)
+
+    @property
+    def none(self) -> bool:
+        """Return True if the scaling leaves logits unchanged."""
+        return math.isclose(self.factor / self.temperature, 1.0) and not self.cap
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the scaled logits, differentiable."""
+        if not self.cap:
+            return logits if self.none else logits * (self.factor / self.temperature)
+        capped = torch.tanh(logits * (self.factor / self.cap))
+        return capped * (self.cap / self.temperature)
+
+    def slope(self, scaled: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative with respect to the unscaled logits, given the scaled ones."""
+        factor = self.factor / self.temperature
+        if not self.cap:
+            return factor
+        return (1.0 - (scaled * (self.temperature / self.cap)).square()) * factor
+
+
+def token_logprobs(
+    head: Any,
+    hidden_NH: torch.Tensor,
+    targets_N: torch.Tensor,
+    scaling: Scaling,
+    *,
+    entropies: bool = False,
+) -> torch.Tensor:
+    """Compute log p(target) under softmax(scaling(head(hidden))), natural logarithm.
+
+    Logits exist for one portion of tokens at a time. All portions lie within one call of the head:
+    ZeRO-3 gathers weights in hooks around modules, and ranks differ in their number of portions.
+    With one call per portion a rank would wait for a gather that the others never start. A trained
+    head needs the gradient of the loss first, and computes its logits again.
+
+    `entropies`: add the entropies of the same distributions. Their gradient needs all logits of a
+    token, so portions are computed again even if the head is frozen.
+
+    Returns:
+        (N,) float32, in nats; (2, N) with entropies. One tensor, because in the backward pass
+        ZeRO-3 gathers once per output.
+    """
+
+    def compute(body: nn.Module, logits_of: Any, hidden: torch.Tensor) -> torch.Tensor:
+        frozen = type(body) is nn.Linear and not any(p.requires_grad for p in body.parameters())
+        if frozen and not entropies:
+            wants = torch.is_grad_enabled() and hidden.requires_grad
+            out: torch.Tensor = _Frozen.apply(
+                hidden, body.weight, body.bias, targets_N, scaling, wants
+            )
+            return out
+
+        def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = scaling(logits_of(hidden)).float()
+            if not entropies:
+                return -nn.functional.cross_entropy(logits, targets, reduction="none")
+            logprobs = logits.log_softmax(dim=-1)
+            each = -(logprobs.exp() * logprobs).sum(dim=-1)
+            return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], each])
+
+        size = max(1, PORTION // (getattr(body, "out_features", None) or 1 << 18))
+        if len(hidden) <= size:
+            return portion(hidden, targets_N)
+        portions = zip(hidden.split(size), targets_N.split(size), strict=True)
+        # recomputed in the backward pass
+        parts = [checkpoint(portion, *each, use_reentrant=False) for each in portions]
+        return torch.cat(parts, dim=-1)
+
+    # One of these modules computes the logits: the head, or peft's copies of it.
+    copies = getattr(head, "modules_to_save", None)
+    bodies = [head] if copies is None else [head.original_module, *copies.values()]
+    with contextlib.ExitStack() as stack:
+        for body in bodies:
+            stack.enter_context(_standing_in(body, partial(compute, body, body.forward)))
+        results: torch.Tensor = head(hidden_NH)
+    return results
+
+
+@contextlib.contextmanager
+def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward pass of `module` within the context; its hooks stay."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+class _Frozen(torch.autograd.Function):
+    """Log-probabilities under a frozen head (LoRA, QLoRA): logits are computed once.
+
+    A token's log-probability depends on its own hidden state alone, so its gradient
+
+        d log p(target) / d hidden = W^T (onehot(target) - softmax(logits))
+
+    is computed in the forward pass, whatever the loss. N x H numbers are kept for the backward
+    pass, which scales them token by token; plain autograd would keep N x V.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scaling: Scaling,
+        wants: bool,
+    ) -> torch.Tensor:
+        size = max(1, PORTION // len(weight))
+        logprobs, slopes = [], []
+        for h, t in zip(hidden.split(size), targets.split(size), strict=True):
+            logits = (h @ weight.t()).float()
+            if bias is not None:
+                logits += bias
+            if not scaling.none:
+                logits = scaling(logits)
+            slope = scaling.slope(logits) if wants else 1.0
+            # exp, softmax and gradient are computed in place, in the memory of the logits.
+            logits -= logits.amax(dim=1, keepdim=True)
+            picked = logits.gather(1, t[:, None])[:, 0]
+            total = logits.exp_().sum(dim=1)
+            logprobs.append(picked - total.log())
+            if wants:
+                logits /= -total[:, None]
+                logits.scatter_add_(1, t[:, None], torch.ones_like(picked)[:, None])
+                if not scaling.none:
+                    logits *= slope
+                slopes.append(logits.to(weight.dtype) @ weight)
+        if wants:
+            ctx.save_for_backward(torch.cat(slopes))
+        return torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (slope,) = ctx.saved_tensors
+        return (slope * grads[0][:, None]).to(slope.dtype), None, None, None, None, None

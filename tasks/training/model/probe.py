@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tasks.core.machine import measured_on
 from tasks.drift.fingerprint import Fingerprint, ScorePrint, drift
-from tasks.training.model.packed_model import model_of
+from tasks.training.model.packed_model import evaluating, model_of
 from tasks.training.tokens.examples import Examples
 from tasks.witness.plumbline_witness.prints import TOP_K, largest_steps
 
@@ -50,14 +50,11 @@ def score_print(engine: Any, probes: Probes, device: torch.device) -> ScorePrint
     config, pad = model_of(engine.module).config.get_text_config(), 0
     while pad in ends:
         pad += 1
-    engine.eval()
-    alone = [float(logits[0, 0]) for logits in _alone(engine, probes, device)]
-    before, config.pad_token_id = config.pad_token_id, pad
-    try:
+    with evaluating(engine):
+        alone = [float(logits[0, 0]) for logits in _alone(engine, probes, device)]
+        before, config.pad_token_id = config.pad_token_id, pad
         batches = list(_in_batches(engine, probes, device, pad))
-    finally:
         config.pad_token_id = before
-    engine.train()
     batched = [float(score) for logits in batches for score in logits[:, 0]]
     noise = sum(abs(a - b) for a, b in zip(alone, batched, strict=True)) / len(alone)
     kept, on = tuple(tuple(p) for p in probes), _measured_on(engine, device)
@@ -67,16 +64,15 @@ def score_print(engine: Any, probes: Probes, device: torch.device) -> ScorePrint
 def fingerprint_of(engine: Any, probes: Probes, device: torch.device) -> Fingerprint:
     """Measure the fingerprint on the probes. All ranks take part, with the same inputs."""
     alone, steps, batched = [], [], []
-    engine.eval()
-    for logits in _alone(engine, probes, device):
-        logits_TV = logits[0, :-1].float()
-        steps.append(largest_steps(logits_TV.cpu().numpy()))
-        alone.append(torch.log_softmax(logits_TV, dim=-1).cpu())
-    for number, logits_BTV in enumerate(_in_batches(engine, probes, device)):
-        for row, probe in enumerate(probes[number * NOISE_BATCH : (number + 1) * NOISE_BATCH]):
-            logits_TV = logits_BTV[row, : len(probe) - 1].float()
-            batched.append(torch.log_softmax(logits_TV, dim=-1).cpu())
-    engine.train()
+    with evaluating(engine):
+        for logits in _alone(engine, probes, device):
+            logits_TV = logits[0, :-1].float()
+            steps.append(largest_steps(logits_TV.cpu().numpy()))
+            alone.append(torch.log_softmax(logits_TV, dim=-1).cpu())
+        for number, logits_BTV in enumerate(_in_batches(engine, probes, device)):
+            for row, probe in enumerate(probes[number * NOISE_BATCH : (number + 1) * NOISE_BATCH]):
+                logits_TV = logits_BTV[row, : len(probe) - 1].float()
+                batched.append(torch.log_softmax(logits_TV, dim=-1).cpu())
     first = _assemble(probes, torch.cat(alone))
     second = _assemble(probes, torch.cat(batched), first.ids)
     return replace(
@@ -87,7 +83,6 @@ def fingerprint_of(engine: Any, probes: Probes, device: torch.device) -> Fingerp
     )
 
 
-@torch.no_grad()
 def _alone(engine: Any, probes: Probes, device: torch.device) -> Iterator[torch.Tensor]:
     """Yield the logits of each probe, in a batch of its own without a mask."""
     for probe in probes:
@@ -95,7 +90,6 @@ def _alone(engine: Any, probes: Probes, device: torch.device) -> Iterator[torch.
         yield engine(input_ids=ids, use_cache=False).logits
 
 
-@torch.no_grad()
 def _in_batches(
     engine: Any, probes: Probes, device: torch.device, pad: int = 0
 ) -> Iterator[torch.Tensor]:

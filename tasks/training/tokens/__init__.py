@@ -4,5 +4,5 @@ data            `load_split`: a tokenised split, made by all ranks, once per run
 chat            token ids and loss marks of conversations and raw texts
 truncation      rows longer than `train.max_len`
 examples        tokenised examples on disk, memory-mapped
-order, packing  the examples of each step, rank and row; rows without padding
+rows            the examples of each step, rank and row; rows without padding
 """

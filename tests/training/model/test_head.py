@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from tasks.training.model import head as module
-from tasks.training.model.head import Scaling, token_logprobs
+from tasks.training.model import packed_model as module
+from tasks.training.model.packed_model import Scaling, token_logprobs
 
 SCALINGS = {
     "none": Scaling(),

@@ -28,8 +28,7 @@ from tasks.training.model.families import router_coefficient, why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.outputs import write_results
 from tasks.training.passes import Passes
-from tasks.training.tokens.order import Dealt, Totals
-from tasks.training.tokens.packing import pack, trial_row
+from tasks.training.tokens.rows import Dealt, Totals, pack, trial_row
 from tasks.weights.model_class import NO_SDPA, auto_class, language_class, other_towers
 from tests.settings import Settings
 from tests.tiny import FAMILIES

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.rl.prompts import load_prompts
+from tasks.rl.responses import load_prompts
 from tasks.serving.prompts import render
 from tasks.training.engine.deepspeed_engine import SingleRank
 from tasks.training.tokens.chat import Turns, Unfit, encode_conversations

@@ -11,8 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.training.tokens.order import HELDOUT_ROW, Order, deal, heldout_rounds
-from tasks.training.tokens.packing import BUCKET_WASTE, TRIAL, Row, pack, trial_row
+from tasks.training.tokens.rows import (
+    BUCKET_WASTE,
+    HELDOUT_ROW,
+    TRIAL,
+    Order,
+    Row,
+    deal,
+    heldout_rounds,
+    pack,
+    trial_row,
+)
 from tests.settings import Batch
 from tests.training.datasets import make_examples
 

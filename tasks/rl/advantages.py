@@ -42,7 +42,7 @@ def estimate(name: str, x: Experience, loop: Loop) -> Estimated:
     if name in ("returns", "centered_returns"):
         scores_S = x.rewards if name == "returns" else group_centered(x.rewards, x.groups)
         rewards_N = _token_rewards(x, loop, scores_S)
-        return whiten(returns_to_go(rewards_N, x.lengths, gamma=loop.gamma)), None
+        return whiten(discounted(rewards_N, x.lengths, loop.gamma)), None
     in_group = {
         "group_normalized": group_normalized,
         "group_centered": group_centered,
@@ -125,15 +125,8 @@ def gae(
     after_N[:-1] = values_N[1:]
     after_N[_last(lengths_S)] = 0.0
     surprises_N = rewards_N + gamma * after_N - values_N
-    advantages_N = _discounted(surprises_N, lengths_S, gamma * lam)
+    advantages_N = discounted(surprises_N, lengths_S, gamma * lam)
     return advantages_N, advantages_N + values_N
-
-
-def returns_to_go(
-    rewards_N: torch.Tensor, lengths_S: torch.Tensor, *, gamma: float
-) -> torch.Tensor:
-    """Return each token's reward plus the discounted later rewards of its response: (N,)."""
-    return _discounted(_at_least_float32(rewards_N), lengths_S, gamma)
 
 
 def on_last_token(scores_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
@@ -215,12 +208,13 @@ def _inverse_deviation(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.
     return torch.where(signal_S, 1 / deviation_S.where(signal_S, 1.0), 0.0)
 
 
-def _discounted(values_N: torch.Tensor, lengths_S: torch.Tensor, decay: float) -> torch.Tensor:
+def discounted(values_N: torch.Tensor, lengths_S: torch.Tensor, decay: float) -> torch.Tensor:
     """Return x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each response.
 
     All responses at once, from the last token of the longest one backwards; the padding is zero and
     adds nothing.
     """
+    values_N = _at_least_float32(values_N)
     padded_SL = pad_sequence(values_N.split(lengths_S.tolist()), batch_first=True)
     for t in range(padded_SL.shape[1] - 2, -1, -1):
         padded_SL[:, t] += decay * padded_SL[:, t + 1]

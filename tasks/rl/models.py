@@ -28,8 +28,15 @@ from tasks.training.engine.deepspeed_engine import Ranks, partitioned_engine, st
 from tasks.training.engine.saving import Others, restore
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Optim, TrainJob
-from tasks.training.model.adapter import ADAPTER, initial_weights, load_into, lora_config
-from tasks.training.model.build import DTYPES, load_model, partitioned
+from tasks.training.model.build import (
+    ADAPTER,
+    DTYPES,
+    initial_weights,
+    load_into,
+    load_model,
+    lora_config,
+    partitioned,
+)
 from tasks.training.model.packed_model import TokenOutputs, model_of, require_same
 from tasks.training.tokens.rows import Row
 

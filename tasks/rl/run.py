@@ -20,7 +20,7 @@ from tasks.rl.rollout.servers import ServerEngine
 from tasks.rl.settings import Online
 from tasks.rl.user_code import ENVIRONMENT, FunctionReference
 from tasks.serving.prompts import stop_ids
-from tasks.training.engine.deepspeed_engine import Ranks, TrainerStates, require_same_versions
+from tasks.training.engine.deepspeed_engine import Ranks, TrainerStates
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
 from tasks.training.model.packed_model import model_of, restore_attention
@@ -37,8 +37,6 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     """Train, and write this rank's part of the `shards` artifact."""
     online = Online.of(job.settings.online)
     loop, budget = online.loop, online.rollout.max_new_tokens
-    if job.settings.launch.nodes > 1:
-        require_same_versions(ranks)
     tokenizer = load_tokenizer(job)
     train, heldout = (
         load_prompts(

@@ -27,7 +27,7 @@ def run(job_path: str) -> int:
     started = time.time()
     job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
     start_lean(compiler=job.settings.runs_vllm and compiles())
-    from tasks.training.engine.deepspeed_engine import Ranks
+    from tasks.training.engine.deepspeed_engine import Ranks, require_same_versions
     from tasks.training.engine.failure import collective_timeout_s, explain
 
     # Imported now, after `start_lean` has blocked unused imports.
@@ -41,6 +41,8 @@ def run(job_path: str) -> int:
             device=launch.device,
             sequence_parallel=launch.sequence_parallel,
         )
+        if launch.nodes > 1:
+            require_same_versions(ranks)
         program.train_with(ranks, job, started)
         ranks.barrier()
         ranks.leave()

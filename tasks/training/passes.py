@@ -20,7 +20,7 @@ from tasks.core.files import flush_tree
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Batch, TrainJob
 from tasks.training.losses import Loss, Objective, Output
-from tasks.training.model.adapter import initial_weights
+from tasks.training.model.build import initial_weights
 from tasks.training.model.packed_model import PLAIN, TokenOutputs, evaluating
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.rows import Dealt, Row, Totals, heldout_rounds, pack

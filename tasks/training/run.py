@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from tasks.core.events import emit
-from tasks.training.engine.deepspeed_engine import Ranks, require_same_versions, start_engine
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
 from tasks.training.engine.saving import restore
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
@@ -29,8 +29,6 @@ from tasks.training.tokens.rows import trial_row
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     """Train, and write this rank's part of the `shards` artifact."""
     settings = job.settings
-    if settings.launch.nodes > 1:
-        require_same_versions(ranks)
     chosen = objective(settings.objective, vars(settings.loss))
     how = {"gpu": ranks.gpu, "universal": job.universal is not None}
     config = deepspeed_config(settings, ranks.world_size, **how)

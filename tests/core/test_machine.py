@@ -6,7 +6,6 @@ import pytest
 
 from tasks.config.checks.machine import device
 from tasks.core import machine
-from tasks.core.errors import ConfigError
 from tasks.core.machine import Gpu, driver_too_old, visible
 from tasks.train import rank_environment
 from tests.machines import GIB, with_gpus
@@ -66,18 +65,13 @@ def test_a_rank_does_not_train_on_the_cpu_where_there_are_gpus(
 
     cpu = torch.device("cpu")
     with_gpus(monkeypatch, 2, memory=GIB)
-    with pytest.raises(ConfigError, match="train.device=auto"):
-        choose_device("auto", 0)
+    assert choose_device("auto", 0) == torch.device("cuda", 0)  # which torch then refuses
     assert choose_device("cpu", 0) == cpu
     assert rank_environment(Launch(device="cpu"))["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in rank_environment(Launch())
     with_gpus(monkeypatch, 0)
     assert choose_device("auto", 0) == cpu
-    with pytest.raises(ConfigError, match="train.device=cuda"):
-        choose_device("cuda", 0)
+    assert choose_device("cuda", 0) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", 1) == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="rank 2"):
-        choose_device("cuda", 2)
     assert choose_device("cpu", 2) == cpu

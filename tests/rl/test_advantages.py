@@ -53,7 +53,7 @@ def test_gae_equals_its_sum_for_every_response(
 def test_half_precision_is_computed_in_float32() -> None:
     """A thousand rewards of 0.01 do not add up in bfloat16: the sum stops at 4."""
     rewards = torch.full((1000,), 0.01, dtype=torch.bfloat16)
-    actual = advantages.returns_to_go(rewards, torch.tensor([1000]), gamma=1.0)
+    actual = advantages.discounted(rewards, torch.tensor([1000]), 1.0)
     assert float(actual[0]) == pytest.approx(1000 * float(rewards[0]), rel=1e-5)
 
 
@@ -115,7 +115,7 @@ def wanted_of(name: str, rewards: torch.Tensor, loop: Loop) -> torch.Tensor:
     if name.startswith("reinforce_pp"):
         means = advantages.on_last_token(SCORES - CENTERED, LENGTHS)
         rewards = rewards if name == "reinforce_pp" else rewards - means
-        return advantages.whiten(advantages.returns_to_go(rewards, LENGTHS, gamma=loop.gamma))
+        return advantages.whiten(advantages.discounted(rewards, LENGTHS, loop.gamma))
     of_groups = {"dr_grpo": advantages.group_centered, "rloo": advantages.leave_one_out}
     estimate = of_groups.get(name, advantages.group_normalized)
     raw = advantages.spread(estimate(advantages.sums(rewards, LENGTHS), BATCH.groups), LENGTHS)

@@ -22,7 +22,7 @@ from tasks.rl.settings import goes_as_adapter, unservable
 from tasks.rollout_base import rollout_base
 from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft
-from tasks.training.model.adapter import lora_config
+from tasks.training.model.build import lora_config
 from tasks.weights.model import Model, facts_of
 from tasks.weights.perform import perform
 from tests.rl.making import alone

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -37,7 +37,7 @@ from tasks.training.engine.deepspeed_engine import (
     whole,
 )
 from tasks.training.job import TrainJob
-from tasks.training.model.adapter import ADAPTER
+from tasks.training.model.build import ADAPTER
 from tasks.training.model.packed_model import model_of
 from tasks.training.outputs import write_adapter_config
 from tasks.weights.files.dtypes import DTYPE_NAMES
@@ -102,7 +102,7 @@ class Policy:
         """
         if self.as_adapter:
             specs = {
-                key: TensorSpec(full_shape(each), SAFETENSORS_DTYPES[each.dtype])
+                key: Expected(key, full_shape(each), SAFETENSORS_DTYPES[each.dtype])
                 for key, each in ((key, self.parameters[name]) for name, key in self.keys.items())
             }
             require(judge(self.contract, specs), stage="weight sync")
@@ -229,13 +229,6 @@ def sweep(root: Path) -> None:
 _OF_ADAPTERS = ("lora_", "original_module", "trainable_tokens_")
 
 
-class TensorSpec(NamedTuple):
-    """Shape and dtype (safetensors name) of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
 def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the policy as full weights: every tensor of a checkpoint by its key, tied ones too.
 
@@ -251,7 +244,7 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
     keep it. Raises ConfigError for a model family whose tensors on disk are not those in memory,
     and ContractError after the last tensor, if they are not those that the model class needs.
     """
-    model, yielded = model_of(module), dict[str, TensorSpec]()
+    model, yielded = model_of(module), dict[str, Expected]()
     slots = defaultdict[str, list[Slot]](list)
     for slot in facts.slots:
         slots[slot.live].append(slot)
@@ -268,7 +261,8 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
                 Slot(facts.aliases.get(plain, plain), shape, plain, shape)
             ]:
                 part = tensor if slot.is_renamed else _part(tensor, slot)
-                yielded[slot.key] = TensorSpec(tuple(part.shape), SAFETENSORS_DTYPES[part.dtype])
+                dtype = SAFETENSORS_DTYPES[part.dtype]
+                yielded[slot.key] = Expected(slot.key, tuple(part.shape), dtype)
                 yield slot.key, part
     wanted = {expected.name: expected for expected in facts.tensors}
     wanted |= {alias: replace(wanted[to], name=alias) for alias, to in facts.tied.items()}

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from tasks.core.errors import ConfigError, PlumblineError, TrainingError
+from tasks.core.errors import PlumblineError, TrainingError
 from tasks.core.files import source_digest
-from tasks.core.machine import driver_too_old, gpu_count, has_gpu, resident_peak
+from tasks.core.machine import has_gpu, resident_peak
 from tasks.process.multinode import RANKS_FILE
 from tasks.training.job import Optim
 
@@ -135,8 +135,7 @@ class Ranks:
     ) -> None:
         """Join the process group that torchrun, or `RANKS_FILE`, describes in the environment.
 
-        `sequence_parallel` is the number of neighbouring ranks that share each row. Raises
-        ConfigError as `choose_device`.
+        `sequence_parallel` is the number of neighbouring ranks that share each row.
         """
         self.device = choose_device(device, int(os.environ["LOCAL_RANK"]))
         self.gpu = self.device.type == "cuda"
@@ -255,24 +254,11 @@ def require_same_versions(ranks: Ranks) -> None:
 def choose_device(setting: str, local: int) -> torch.device:
     """Return the device of a rank: a GPU of its own, or the CPU if the machine has none.
 
-    ConfigError if torch cannot compute on the GPUs that exist or are asked for, or there are fewer
-    GPUs than ranks.
+    Torch refuses GPUs that it cannot compute on, and a rank without one.
     """
-    count = gpu_count()
-    if setting != "cpu" and torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        if local < count:
-            return torch.device("cuda", local)
-        problem = f"rank {local} of this machine has no GPU: {count} visible"
-        raise ConfigError(problem, hint=f"train.nproc={count}")
-    if not has_gpu(setting) and setting != "cuda":
-        return torch.device("cpu")
-    problem, needed, override = driver_too_old() or (
-        f"{count} GPU{'s' * (count != 1)} visible, and torch.cuda.is_available() is False",
-        "ranks would compute on the CPU",
-        "a driver that torch can use, or train.device=cpu",
-    )
-    raise ConfigError(f"train.device={setting}: {problem}; {needed}", hint=override)
+    usable = setting != "cpu" and torch.cuda.is_available()
+    gpu = setting == "cuda" or usable or has_gpu(setting)
+    return torch.device("cuda", local) if gpu else torch.device("cpu")
 
 
 def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim) -> Any:

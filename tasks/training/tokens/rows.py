@@ -48,13 +48,6 @@ class Dealt(NamedTuple):
     counted: bool = True
 
 
-class Step(NamedTuple):
-    """One optimizer step of one rank: its rows, and the totals over all ranks."""
-
-    rows: tuple[Dealt, ...]
-    totals: Totals
-
-
 class Order:
     """Order of the examples in a training run, the same on every rank.
 
@@ -78,8 +71,8 @@ class Order:
         epochs, steps = divmod(step, self._per_epoch)
         return epochs + steps * self._size / len(self._lengths)
 
-    def step(self, step: int, rank: int) -> Step:
-        """Return the rows of `rank` in step number `step`, 1 to `steps`."""
+    def step(self, step: int, rank: int) -> tuple[list[Dealt], Totals]:
+        """Return the rows of `rank` in step number `step`, 1 to `steps`; totals over all ranks."""
         epoch, before = divmod(step - 1, self._per_epoch)
         if self._shuffled is None or self._shuffled[0] != epoch:
             generator = np.random.default_rng([self._seed, epoch])
@@ -89,8 +82,8 @@ class Order:
         rows = deal(lengths, self._accumulation * self._world, padded=self._padded)
         spare = Dealt((int(chosen[np.argmin(lengths)]),), counted=False)
         mine = rows[rank :: self._world]
-        dealt = (Dealt(tuple(chosen[row].tolist())) if row else spare for row in mine)
-        return Step(tuple(dealt), Totals.of(self._supervised[chosen], self._lengths[chosen]))
+        dealt = [Dealt(tuple(chosen[row].tolist())) if row else spare for row in mine]
+        return dealt, Totals.of(self._supervised[chosen], self._lengths[chosen])
 
 
 def deal(

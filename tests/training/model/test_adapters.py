@@ -11,7 +11,7 @@ import torch
 
 from tasks.core.errors import ArtifactError
 from tasks.training.job import Peft
-from tasks.training.model.adapter import (
+from tasks.training.model.build import (
     add_adapter,
     continue_adapter,
     initial_weights,

@@ -23,7 +23,7 @@ from tasks.serving.reference.load import from_folder
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.job import Peft, TrainJob
 from tasks.training.losses import objective
-from tasks.training.model.adapter import add_adapter
+from tasks.training.model.build import add_adapter
 from tasks.training.model.families import router_coefficient, why_padded
 from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.outputs import write_results

@@ -74,11 +74,11 @@ def test_an_epoch_has_every_example_once(count: int, epochs: int, ranks: int) ->
     steps = [
         [order.step(step, rank) for rank in range(ranks)] for step in range(1, order.steps + 1)
     ]
-    rows = [row for step in steps for of_rank in step for row in of_rank.rows]
-    assert {len(of_rank.rows) for step in steps for of_rank in step} == {3}
+    rows = [row for step in steps for of_rank in step for row in of_rank[0]]
+    assert {len(of_rank[0]) for step in steps for of_rank in step} == {3}
     seen = Counter(i for row in rows if row.counted for i in row.chosen)
     assert seen == Counter(dict.fromkeys(range(count), epochs))
-    assert sum(step[0].totals.examples for step in steps) == count * epochs
+    assert sum(step[0][1].examples for step in steps) == count * epochs
     assert order.epoch_at(order.steps) == epochs
 
 
@@ -94,12 +94,12 @@ def test_padded_rows_hold_sequences_of_similar_length(ranks: int) -> None:
     for step in range(1, 5):
         mine = [padded.step(step, rank) for rank in range(ranks)]
         others = [packed.step(step, rank) for rank in range(ranks)]
-        rows, before = ([row for each in dealt for row in each.rows] for dealt in (mine, others))
+        rows, before = ([row for each in dealt for row in each[0]] for dealt in (mine, others))
         assert {len(row.chosen) for row in rows} == {8}
         assert sorted(i for row in rows for i in row.chosen) == sorted(
             i for row in before for i in row.chosen
         )
-        assert {each.totals for each in mine} == {each.totals for each in others}
+        assert {each[1] for each in mine} == {each[1] for each in others}
         computed += sum(8 * lengths[list(row.chosen)].max() for row in rows)
     assert computed < 1.15 * lengths.sum()
 

@@ -21,8 +21,8 @@ from tasks.weights.files.folder import CHAT_TEMPLATE
 
 PEEK = 1000
 """Rows that are read: enough to see all columns of a source with mixed rows."""
-TEMPLATE = 256
-"""Tokens that a chat template adds to a row, at most; a token has at least one byte."""
+TEMPLATE = 64
+"""Tokens that a chat template adds to a prompt, at most."""
 _SILENT = logging.getLogger(f"{__name__}.silent")
 _SILENT.disabled = True  # the stage itself logs what it leaves out
 
@@ -64,7 +64,7 @@ def _rows(context: Context, base: Path) -> Iterator[Finding]:
                 reason = "kto learns from the difference between desirable and undesirable answers"
                 override = "data.path=<file with rows of both labels>"
                 yield Finding("data.label_key", value, reason, override, "warning")
-        if (base / "tokenizer_config.json").is_file():
+        if context.settings["model"]["path"] and (base / "tokenizer_config.json").is_file():
             yield from _too_long(context, base, Path(out))
 
 
@@ -79,7 +79,7 @@ def _too_long(context: Context, base: Path, data: Path) -> Iterator[Finding]:
     if context.online:
         key, limit = "rollout.max_prompt_len", context.settings["rollout"]["max_prompt_len"]
     with (data / "train.jsonl").open("rb") as rows:
-        if min(map(len, rows)) + TEMPLATE < limit:
+        if min(_asked(json.loads(row)) for row in rows) + TEMPLATE < limit:
             return
     template, training = data / CHAT_TEMPLATE, training_settings(context.settings)
     used = template if template.is_file() else None
@@ -88,6 +88,13 @@ def _too_long(context: Context, base: Path, data: Path) -> Iterator[Finding]:
             scorer.perform(check_rows, training, base, data, used, 1.0)
     except DataError as error:
         yield Finding("data", error.message, f"no label left with {key}={limit}", error.hint)
+
+
+def _asked(row: Mapping[str, Any]) -> int:
+    """Return the bytes of a row's prompt: it has no more tokens, the chat template's left out."""
+    messages = row.get("prompt") or row.get("messages") or ()
+    texts = [str(each["content"]) for each in messages if each["role"] != "assistant"]
+    return len("".join([*texts, str(row.get("tools") or "")]).encode())
 
 
 def _missing(data: Mapping[str, Any]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from tasks.config.defaults import ALGORITHMS as DEFAULTS
-from tasks.core.errors import ConfigError, Finding, first_and_more
+from tasks.core.errors import Finding
 from tasks.rl.settings import Loop
 
 
@@ -53,17 +53,6 @@ _MEANS = {
     "sequences": "over the responses' means",
     "constant": "over responses x rollout.max_new_tokens",
 }
-
-
-def algorithm(name: str, loop: Loop) -> Algorithm:
-    """Return the algorithm of that name, after checking section `rl` against it.
-
-    Raises ConfigError with all problems at once.
-    """
-    problems = [str(problem) for problem in findings(name, loop)]
-    if problems:
-        raise ConfigError(first_and_more(problems), details=problems)
-    return ALGORITHMS[name]
 
 
 def described(name: str, loop: Loop) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.rl.algorithms import Algorithm, algorithm
+from tasks.rl.algorithms import ALGORITHMS, Algorithm
 from tasks.rl.settings import Loop, Online, Rollout
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks, partitioned_engine, start_engine
@@ -150,10 +150,10 @@ def set_up(
 ) -> tuple[Setup, Progress]:
     """Build the models of a run, and load the checkpoint `job.resume` if there is one.
 
-    Raises ConfigError if section `rl` is invalid for the algorithm, TrainingError if the policy
-    does not keep packed sequences apart.
+    The preflight has checked section `rl`. TrainingError if the policy does not keep packed
+    sequences apart.
     """
-    loop, chosen = online.loop, algorithm(job.settings.objective, online.loop)
+    loop, chosen = online.loop, ALGORITHMS[job.settings.objective]
     universal = job.universal is not None
     config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu, universal=universal)
     model = load_model(job, ranks, config, tokenizer=tokenizer)

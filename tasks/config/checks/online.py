@@ -53,7 +53,9 @@ def problems(context: Context) -> Iterator[Finding]:
     training = training_settings(settings)
     yield from unservable(training, read_section(Rollout, rollout, "rollout"))
     experts, adapter = experts_of(context.known.text), goes_as_adapter(training)
-    if experts > 1 and not adapter and any(".experts.0." in name for name in context.known.modules):
+    apart = any(".experts.0." in name for name in context.known.modules)
+    # transformers stacks them in memory; a class of the folder's own may not.
+    if apart and not adapter and not training.trust_remote_code:
         value = f"{settings['peft']['kind']}, so that vLLM gets full weights"
         allowed = f"{experts} experts stored one by one can be trained online only by an adapter"
         yield Finding("peft.kind", value, allowed, "peft=lora, on linear layers alone")

@@ -154,12 +154,8 @@ def accumulate(
 ) -> tuple[dict[str, float], list[float]]:
     """Run forward and backward of this rank's rows of a step. The caller calls `engine.step()`.
 
-    Every rank has the same number of `rows`; `loss_of` returns a row's part of the loss of the
-    whole step.
-
-    Returns:
-        `loss` and the metrics of the objective, summed over all rows and ranks; and the loss of
-        each row of this rank.
+    `loss_of` returns a row's part of the step's loss. Returns `loss` and the metrics, summed over
+    all rows and ranks, and the loss of each row of this rank. All ranks have equally many rows.
     """
     # DeepSpeed divides by accumulation steps and averages over ranks; the loss already is a part of
     # the whole step's. Ranks that share a row have its whole loss, and each the gradient of its own

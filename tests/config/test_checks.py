@@ -251,9 +251,9 @@ def test_full_weights_of_experts_that_vllm_cannot_get(
     """vLLM gets weights by their names on disk, and transformers stacks these experts."""
     known = model.Known((disk,), config={"model_type": "qwen2_moe", "num_experts": 4})
     context = Context(settings("grpo", changes), known, Path("/nowhere"))
-    found = {finding.what: finding.override for finding in online.problems(context)}
-    assert ("peft.kind" in found) == refused
-    assert "peft=lora" in found.get("peft.kind", "peft=lora")
+    overrides = {finding.what: finding.override for finding in online.problems(context)}
+    assert ("peft.kind" in overrides) == refused
+    assert "peft=lora" in overrides.get("peft.kind", "peft=lora")
 
 
 def test_a_container_s_limit_counts(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def _too_long(context: Context, base: Path, data: Path) -> Iterator[Finding]:
     if context.online:
         key, limit = "rollout.max_prompt_len", context.settings["rollout"]["max_prompt_len"]
     with (data / "train.jsonl").open("rb") as rows:
-        if min(_asked(json.loads(row)) for row in rows) + TEMPLATE < limit:
+        if min(_prompt_bytes(json.loads(row)) for row in rows) + TEMPLATE < limit:
             return
     template, training = data / CHAT_TEMPLATE, training_settings(context.settings)
     used = template if template.is_file() else None
@@ -90,7 +90,7 @@ def _too_long(context: Context, base: Path, data: Path) -> Iterator[Finding]:
         yield Finding("data", error.message, f"no label left with {key}={limit}", error.hint)
 
 
-def _asked(row: Mapping[str, Any]) -> int:
+def _prompt_bytes(row: Mapping[str, Any]) -> int:
     """Return the bytes of a row's prompt: it has no more tokens, the chat template's left out."""
     messages = row.get("prompt") or row.get("messages") or ()
     texts = [str(each["content"]) for each in messages if each["role"] != "assistant"]

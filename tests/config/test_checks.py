@@ -239,13 +239,13 @@ def test_rollouts_of_an_adapter_of_experts_need_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("changes", "disk", "refused"),
     [
-        ({"peft.kind": "none"}, "model.layers.0.mlp.experts.0.up_proj", True),
         ({"peft.use_dora": True}, "model.layers.0.mlp.experts.0.up_proj", True),
+        ({"peft.kind": "none"}, "model.layers.0.mlp.experts.0.up_proj", False),
         ({}, "model.layers.0.mlp.experts.0.up_proj", False),
-        ({"peft.kind": "none"}, "model.layers.0.mlp.router", False),
+        ({"peft.use_dora": True}, "model.layers.0.mlp.router", False),
     ],
 )
-def test_full_weights_of_experts_that_vllm_cannot_get(
+def test_an_adapter_that_cannot_be_merged_into_experts_for_vllm(
     changes: dict[str, Any], disk: str, refused: bool
 ) -> None:
     """vLLM gets weights by their names on disk, and transformers stacks these experts."""

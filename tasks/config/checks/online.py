@@ -55,10 +55,10 @@ def problems(context: Context) -> Iterator[Finding]:
     experts, adapter = experts_of(context.known.text), goes_as_adapter(training)
     apart = any(".experts.0." in name for name in context.known.modules)
     # transformers stacks them in memory; a class of the folder's own may not.
-    if apart and not adapter and not training.trust_remote_code:
-        value = f"{settings['peft']['kind']}, so that vLLM gets full weights"
-        allowed = f"{experts} experts stored one by one can be trained online only by an adapter"
-        yield Finding("peft.kind", value, allowed, "peft=lora, on linear layers alone")
+    if apart and training.peft.kind != "none" and not (adapter or training.trust_remote_code):
+        value = f"{training.peft.kind}, which vLLM gets merged"
+        allowed = f"an adapter is not merged into {experts} experts that are stored one by one"
+        yield Finding("peft.kind", value, allowed, "peft=none, or peft=lora on linear layers alone")
     if rollout["engine"] == "server" and rollout["urls"]:
         yield from _addresses(rollout)
         return

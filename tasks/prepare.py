@@ -265,6 +265,9 @@ def _pretrain(
 def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
     """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`."""
     kind, name = entry.get("kind") or data.kind, entry["path"]
+    if not name:
+        wanted = "data.name=<owner/name>" if kind == HUB else f"{key}=<file>"
+        raise DataError(f"data={kind} needs {wanted.partition('=')[0]}", hint=wanted)
     if kind in FILE_KINDS:
         existing_file(name, key=key)
     roles = [f.name for f in fields(Columns)]

@@ -148,7 +148,7 @@ def test_the_key_follows_configuration_versions_and_sources(
     assert STAGE.key({"a": 1}, {}) != STAGE.key({"a": 2}, {})
     assert STAGE.versions()["not-installed"] == "absent"
     before = STAGE.key({}, {})
-    monkeypatch.setattr("tasks.pipeline.stage._version", lambda _: "9.9")
+    monkeypatch.setattr("tasks.pipeline.stage.installed", lambda _: "9.9")
     assert STAGE.key({}, {}) != before
     monkeypatch.undo()
     monkeypatch.setattr("tasks.pipeline.stage.source_digest", lambda: "other sources")

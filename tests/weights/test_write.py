@@ -354,7 +354,7 @@ def test_a_failed_write_leaves_nothing_and_the_next_has_the_same_bytes(
         free = 1000
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing.shutil, "disk_usage", lambda _: Usage)
+        patch.setattr("shutil.disk_usage", lambda _: Usage)
         with pytest.raises(ArtifactError, match="free"):
             made("made")
     assert made("made") == reference

@@ -72,11 +72,16 @@ def run_ranks(
     )
 
 
-def tracked_run(runs: Path, flow_run: str) -> tuple[Any, Any]:
-    """Return MLflow's client of a folder of runs, and its run of a flow run of Prefect."""
+def mlflow_client(*uris: str) -> Any:
+    """Return MLflow's own client of a tracking server, and of a registry if that is another."""
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
+    return MlflowClient(*uris)
+
+
+def tracked_run(runs: Path, flow_run: str) -> tuple[Any, Any]:
+    """Return MLflow's client of a folder of runs, and its run of a flow run of Prefect."""
+    client = mlflow_client(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("plumbline")
     query = f"tags.`prefect.flow_run_id` = '{flow_run}'"
     (tracked,) = client.search_runs([experiment.experiment_id], query)

@@ -11,7 +11,6 @@ import pytest
 
 from flows.chain.handoff import DryRun
 from flows.chain.plan import check, forecast, render
-from flows.chain.run_chain import _check_rows, _deliver
 from flows.chain.steps import Step, chain_steps, compose
 from tasks.core.errors import ConfigError, DataError
 from tasks.pipeline.artifact import Artifact
@@ -97,6 +96,8 @@ class Recording:
 
 
 def inputs_of(*overrides: str) -> dict[str, dict[str, str]]:
+    from flows.chain.run_chain import _deliver
+
     recording = Recording()
     nobody = DryRun(Path("/nowhere/artifacts"), frozenset()).scorer
     chain = list(linked(*overrides).values())
@@ -138,6 +139,8 @@ class Checking:
 @pytest.mark.parametrize("trains", ["sft", "reward", ""])
 def test_rows_of_later_steps_are_tokenised_before_the_first_training(trains: str) -> None:
     """With the base's tokenizer; an error names the step. Reused results start no child."""
+    from flows.chain.run_chain import _deliver
+
     recording, scorer, steps = Recording(trains), Checking(), list(linked().values())
     with pytest.raises(DataError) if trains else nullcontext() as caught:
         _deliver(steps, cast(Any, recording), cast(Any, scorer), VllmChild(), None)
@@ -153,6 +156,8 @@ def test_rows_are_checked_with_the_tokenizer_of_the_model_that_a_step_starts_fro
     paths: str, rows: list[str]
 ) -> None:
     """After a reward model and two steps, the last step starts from what the second has trained."""
+    from flows.chain.run_chain import _check_rows
+
     composed, scorer = compose([]), Checking()
     composed.settings["steps"] = {"r": ["train=reward"], "a": [], "b": []}
     steps = chain_steps(composed, [])

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flows.cli.config import compose_config
 from tasks.core.errors import DataError
 from tasks.data.build import Options, build_dataset
 from tasks.data.kinds import KINDS, PROMPTS
 from tasks.data.messages import Columns
 from tasks.data.readers import Row, Source, mix, wrong_probabilities
-from tasks.prepare import prepare_data
+from tasks.prepare import data_settings, prepare_data
 
 LOG = logging.getLogger("tests.data")
 
@@ -214,12 +215,12 @@ def test_sources_of_several_kinds_with_columns_of_their_own(tmp_path: Path) -> N
         "question,chosen,rejected\n" + "".join(f"b{n},good {n},bad\n" for n in range(10))
     )
     (out := tmp_path / "out").mkdir()
-    sources = [
-        {"path": str(tmp_path / "a.jsonl"), "rejected_key": "bad", "max_samples": 6},
-        {"path": str(tmp_path / "b.csv"), "kind": "csv", "prompt_key": "question"},
-    ]
-    report = prepare_data(out, kind="jsonl", rows="pairs", sources=sources, eval_fraction=0.3,
-                          log=LOG)  # fmt: skip
+    typed = (
+        f"data.sources=[{{path: {tmp_path}/a.jsonl, rejected_key: bad, max_samples: 6}},"
+        f"{{path: {tmp_path}/b.csv, kind: csv, prompt_key: question}}]"
+    )
+    settings = compose_config(["train=dpo", "data=jsonl", typed, "data.eval_fraction=0.3"]).settings
+    report = prepare_data(out, **data_settings(settings), log=LOG)
     asked = [row["prompt"][0]["content"] for row in rows_of(out, "train", "heldout")]
     assert sorted(asked) == sorted([f"a{n}" for n in range(6)] + [f"b{n}" for n in range(10)])
     assert [s["rows"] for s in report.notes["sources"]] == [6, 10]

@@ -1,8 +1,7 @@
-"""Data of several kinds, by the literal command, in a folder that has the base already."""
+"""Texts as in pre-training, by the literal command, in a folder that has the base already."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +15,6 @@ from tests.e2e.conftest import Run
 from tests.e2e.tracked import curve
 
 pytestmark = pytest.mark.slow
-NATIVE = ("smoke.engine=transformers", "smoke.eval_samples=8", "smoke.min_stop_rate=0")
-STEPS = ("train.max_steps=12", "train.save_steps=4")
 
 
 def questions(count: int, seed: int) -> list[tuple[str, str]]:
@@ -33,41 +30,6 @@ def account(run: Run) -> dict[str, Any]:
         (Path(run.stage("prepare_data")["artifact"]) / "dataset.json").read_text()
     )
     return document
-
-
-def test_several_sources_are_mixed_by_probability_and_each_is_read_to_its_limit(
-    rlhf: Callable[..., Run], runs: Path, tmp_path: Path
-) -> None:
-    chats, table = tmp_path / "chats.jsonl", tmp_path / "table.csv"
-    rows = [{"prompt": q, "response": f"{a}"} for q, a in questions(400, 1)]
-    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with table.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["question", "reply"])
-        writer.writerows([f"{q}?", a] for q, a in questions(120, 2))
-    sources = (
-        f"data.sources=[{{path: {chats}, probability: 0.75, max_samples: 300}},"
-        f"{{path: {table}, kind: csv, probability: 0.25, prompt_key: question,"
-        " response_key: reply}]"
-    )
-    overrides = ("+exp=sft_qlora", "data=jsonl", sources, "data.stopping=first_exhausted")
-    done = rlhf(runs, *overrides, "train.max_steps=6", *NATIVE)
-    assert done.code == 0, done.output
-    counts = account(done)
-    first, second = (source["rows"] for source in counts["sources"])
-    assert first == 300 or second == 120  # either source was used up
-    assert first <= 300
-    assert first / (first + second) == pytest.approx(0.75, abs=0.07)  # 3 sigma of 400 draws
-    splits = counts["splits"].values()
-    assert sum(split["read"] for split in splits) == first + second
-    folder = Path(done.stage("prepare_data")["artifact"])
-    kept = [
-        json.loads(line)["messages"][0]["content"].endswith("?")
-        for split in ("train", "heldout")
-        for line in (folder / f"{split}.jsonl").read_text().splitlines()
-    ]
-    assert (kept.count(False), kept.count(True)) == (first, second)
-    assert len(curve(done, "train/loss")) == 6
 
 
 def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_path: Path) -> None:

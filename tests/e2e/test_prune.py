@@ -10,12 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, open_artifact, publish, staging, verify
 from tasks.tracking.mlflow_server import RegisteredModel
 from tasks.tracking.tracker import Tracker
-from tests.commands import command, environment, run_in_empty
+from tests.commands import command, environment, mlflow_client, run_in_empty
 from tests.e2e.conftest import SHORT, Run
 
 LONG_AGO = time.time() - 100 * 86400
@@ -89,7 +88,7 @@ def test_after_a_prune_the_same_command_reuses_and_the_model_loads(
     # It is a candidate until somebody deletes it.
     candidate = failed.summary["gate"]["candidate"].rpartition("/")[2]
     database = f"sqlite:///{runs}/mlflow/mlflow.db"
-    MlflowClient(database).delete_model_version("plumbline", candidate)
+    mlflow_client(database).delete_model_version("plumbline", candidate)
     done = prune(runs, tmp_path / "cwd", "keep=0", "unfinished=true", "yes=true")
     assert done.returncode == 0, done.stdout
     left = set((runs / "artifacts").glob("[!.]*/[!.]*"))
@@ -101,7 +100,7 @@ def test_after_a_prune_the_same_command_reuses_and_the_model_loads(
     again = rlhf(runs, *SHORT)
     assert again.code == 0, again.output
     assert all(stage["reused"] for stage in again.summary["stages"][:-1])
-    version = MlflowClient(database).get_model_version_by_alias("plumbline", "candidate")
+    version = mlflow_client(database).get_model_version_by_alias("plumbline", "candidate")
     served = Path(version.tags["path"])
     assert verify(open_artifact(served)) == []
     assert served == Path(again.summary["served"])

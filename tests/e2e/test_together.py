@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.commands import command, environment
+from tests.commands import command, environment, mlflow_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -51,7 +50,7 @@ def test_each_artifact_is_made_once_and_every_run_is_complete(tmp_path: Path) ->
     assert stages["train"] == stages["convert"] == 2
     assert all(verify(open_artifact(Path(path))) == [] for path in made)
 
-    client = MlflowClient(f"sqlite:///{runs}/mlflow/mlflow.db")
+    client = mlflow_client(f"sqlite:///{runs}/mlflow/mlflow.db")
     (experiment,) = [e for e in client.search_experiments() if e.name == "plumbline"]
     states = Counter(run.info.status for run in client.search_runs([experiment.experiment_id]))
     assert set(states) == {"FINISHED"}

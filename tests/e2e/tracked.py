@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlflow import MlflowClient
-
+from tests.commands import mlflow_client
 from tests.e2e.conftest import Run
 
 
-def client(run: Run) -> MlflowClient:
-    return MlflowClient(f"sqlite:///{run.runs}/mlflow/mlflow.db")
+def client(run: Run) -> Any:
+    return mlflow_client(f"sqlite:///{run.runs}/mlflow/mlflow.db")
 
 
 def children(run: Run) -> dict[str, Any]:

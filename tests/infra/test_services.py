@@ -19,7 +19,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from mlflow import MlflowClient
 
 from flows.servers import client_settings, running
 from infra import services as module
@@ -28,6 +27,7 @@ from tasks.pipeline.artifact import Artifact, Origin, publish
 from tasks.pipeline.locks import hold
 from tasks.tracking.mlflow_server import RegisteredModel, Server
 from tests.audit.making import make_model
+from tests.commands import mlflow_client
 from tests.conftest import PROJECT
 from tests.verify.serving import free_port
 
@@ -179,7 +179,7 @@ def test_the_printed_command_starts_a_run(site: Site) -> None:
 def registered(site: Site) -> list[Artifact]:
     """Two versions of a model, of which the second is `candidate`, and one of another program."""
     server = Server(site.services.mlflow_url, None)
-    client = MlflowClient(site.services.mlflow_url, site.services.mlflow_url)
+    client = mlflow_client(site.services.mlflow_url, site.services.mlflow_url)
     run = client.create_run(server.experiment_id("plumbline"))
     artifacts = []
     for seed in (1, 2):

@@ -1,4 +1,4 @@
-"""torchrun starts each rank in its own session; one of them dies, another ignores signals."""
+"""torchrun starts each rank in its own session; one of them dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.process.conftest import alive, pids
 
 RANK = """
 import os, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.stdout.write(f"in session {os.getsid(0)} is pid {os.getpid()}\\n")  # one piece: two ranks write
 time.sleep(2)
 if os.environ["RANK"] == "1":

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from flows.cli import tool
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.tracking.mlflow_server import RegisteredModel
 from tasks.tracking.tracker import Tracker
+from tests.commands import mlflow_client
 
 Command = Callable[..., tuple[int, str]]
 
@@ -60,7 +60,7 @@ def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 def champion(runs: Path) -> str:
-    client = MlflowClient(f"sqlite:///{runs}/mlflow/mlflow.db")
+    client = mlflow_client(f"sqlite:///{runs}/mlflow/mlflow.db")
     return str(client.get_model_version_by_alias("toy", "champion").version)
 
 

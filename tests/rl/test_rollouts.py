@@ -50,7 +50,7 @@ LAUNCHES = [
 ]
 
 
-def job_of(name: str, base: Path, out: Path) -> TrainJob:
+def job_of(name: str, base: Path, out: Path, ranks: int) -> TrainJob:
     """Return the job of a policy; a 4-bit one gets its dequantised base in `out`."""
     peft, stage, rollout = POLICIES[name]
     settings = Settings(
@@ -58,7 +58,7 @@ def job_of(name: str, base: Path, out: Path) -> TrainJob:
         peft=peft,
         zero=Zero(stage=stage),
         batch=Batch(micro_batch_size=1, global_batch_size=2),
-        launch=Launch(nproc=2),
+        launch=Launch(nproc=ranks),
         online={"rl": vars(Loop()), "rollout": ROLLOUT | rollout, "reward": {}},
     )
     quantization, plain = peft.quantization("bfloat16"), None
@@ -72,29 +72,33 @@ def job_of(name: str, base: Path, out: Path) -> TrainJob:
     return TrainJob(settings, base, "b", base, out, out, rollout_base=plain)
 
 
-@pytest.mark.parametrize("names", LAUNCHES, ids=" ".join)
-def test_engines_follow_the_policy_and_faults_are_noticed(
-    names: Sequence[str], base32: Path, tmp_path: Path
-) -> None:
+def follow(names: Sequence[str], base: Path, folder: Path, *, ranks: int = 2) -> None:
     """Run `rollout_program`, which asserts; a failure is in a rank's file."""
-    base, paths = base32, []
-    if names == ("server-lora",):  # a head of its own, computed with an adapter's matrices, too
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
-        (tmp_path / "untied").mkdir()
-        base = save_base(tmp_path / "untied", make_tokenizer(), **sizes)
+    paths = []
     for name in names:
-        (tmp_path / name).mkdir()
-        job_of(name, base, tmp_path / name).write(tmp_path / name / "job.json")
-        paths.append(str(tmp_path / name / "job.json"))
+        (folder / name).mkdir()
+        job_of(name, base, folder / name, ranks).write(folder / name / "job.json")
+        paths.append(str(folder / name / "job.json"))
     try:
-        run_ranks("tests.rl.rollout_program", *paths, log_path=tmp_path / "log", ranks=2)
+        run_ranks("tests.rl.rollout_program", *paths, log_path=folder / "log", ranks=ranks)
     except StageProcessError:
-        print((tmp_path / "log").read_text()[-5000:])
-        failures = [path.read_text() for path in tmp_path.glob("*/failure-*")]
+        print((folder / "log").read_text()[-5000:])
+        failures = [path.read_text() for path in folder.glob("*/failure-*")]
         raise AssertionError("\n".join(failures) or "see above") from None
     finally:  # a killed engine leaves its memory there
         for left in Path("/dev/shm").glob("*-cpushm_*"):
             left.unlink()
+
+
+@pytest.mark.parametrize("names", LAUNCHES, ids=" ".join)
+def test_engines_follow_the_policy_and_faults_are_noticed(
+    names: Sequence[str], base32: Path, tmp_path: Path
+) -> None:
+    if names == ("server-lora",):  # a head of its own, computed with an adapter's matrices, too
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
+        (tmp_path / "untied").mkdir()
+        base32 = save_base(tmp_path / "untied", make_tokenizer(), **sizes)
+    follow(names, base32, tmp_path)
 
 
 def test_an_iteration_trains_on_the_version_before(base32: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from tasks.core.errors import TrackingError
 from tasks.pipeline.artifact import Artifact, Origin
@@ -18,6 +17,7 @@ from tasks.tracking import outbox
 from tasks.tracking.mlflow_server import RegisteredModel
 from tasks.tracking.outbox import UnreachableError
 from tasks.tracking.tracker import StageRun, Tracker
+from tests.commands import mlflow_client
 from tests.tracking.mlflow_process import MlflowProcess
 
 ORIGIN = Origin("shards", "train", "k")
@@ -50,7 +50,7 @@ def log_steps(run: StageRun, steps: range) -> None:
         run.metrics({"train/loss": 100.0 - step, "train/lr": 0.1}, step)
 
 
-def steps_of(client: MlflowClient, run_id: str) -> list[tuple[int, float]]:
+def steps_of(client: Any, run_id: str) -> list[tuple[int, float]]:
     """Return (step, value) of the loss in the order of their times, which is that of logging."""
     history = client.get_metric_history(run_id, "train/loss")
     return [(m.step, m.value) for m in sorted(history, key=lambda m: (m.timestamp, m.step))]
@@ -84,7 +84,7 @@ def test_a_server_that_dies_and_comes_back_gets_every_step_once(
             log_steps(run, range(15, 20))
             run.text("note.txt", "here")
         until(lambda: tracker.settle() == "")
-    client = MlflowClient(server.uri)
+    client = mlflow_client(server.uri)
     assert steps_of(client, run.run_id) == expected(range(20))
     assert [client.get_run(i).info.status for i in (parent, run.run_id)] == ["FINISHED"] * 2
     assert [file.path for file in client.list_artifacts(run.run_id)] == ["note.txt"]
@@ -127,7 +127,7 @@ def test_training_does_not_wait_for_a_server(
         log_steps(run, range(10))
         answers.set()  # this line would not be reached
     assert local.settle() == ""
-    assert steps_of(MlflowClient(local.uri), run.run_id) == expected(range(10))
+    assert steps_of(mlflow_client(local.uri), run.run_id) == expected(range(10))
 
 
 def test_a_lost_answer_doubles_nothing(local: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_lost_answer_doubles_nothing(local: Tracker, monkeypatch: pytest.Monke
     with local.flow("f", {}, "", {}) as parent, local.stage("train", ORIGIN) as run:
         log_steps(run, range(10))
         until(lambda: local.settle() == "")
-    client = MlflowClient(local.uri)
+    client = mlflow_client(local.uri)
     assert steps_of(client, run.run_id) == expected(range(10))
     assert len(client.search_runs([local.experiment_id])) == 2
     assert parent == "" or client.get_run(parent)
@@ -161,7 +161,7 @@ def test_an_invalid_record_is_left_out_and_the_rest_arrives(
         run.tags({"k" * 500: "longer than MLflow allows"})
         log_steps(run, range(2, 4))
         assert "refused 1 records" in local.settle()
-    assert steps_of(MlflowClient(local.uri), run.run_id) == expected(range(4))
+    assert steps_of(mlflow_client(local.uri), run.run_id) == expected(range(4))
 
 
 def test_a_password_is_neither_logged_nor_kept(

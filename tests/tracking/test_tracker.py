@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.register import register
 from tasks.release.gate import Gate, Verdict
 from tasks.tracking.mlflow_server import EVALUATED_ON, NUMBERS, Registered, RegisteredModel
 from tasks.tracking.tracker import Tracker
+from tests.commands import mlflow_client
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def served(tmp_path: Path) -> Iterator[Artifact]:
 
 
 def test_a_flow_that_raises_is_failed_one_that_is_killed_is_killed(tracker: Tracker) -> None:
-    client = MlflowClient(tracker.uri)
+    client = mlflow_client(tracker.uri)
     for error, status in ((ValueError, "FAILED"), (KeyboardInterrupt, "KILLED")):
         with pytest.raises(error), tracker.flow("f", {}, "", {}) as run_id:
             raise error
@@ -41,7 +41,7 @@ def test_a_flow_that_raises_is_failed_one_that_is_killed_is_killed(tracker: Trac
 
 
 def test_metrics_arrive_with_their_steps_and_nan_is_left_out(tracker: Tracker) -> None:
-    client = MlflowClient(tracker.uri)
+    client = mlflow_client(tracker.uri)
     with tracker.flow("f", {}, "", {}), tracker.stage("train", Origin("shards", "train", "k")) as r:
         for step in range(5):
             r.metrics({"train/loss": 5.0 - step, "train/odd": float("nan")}, step)
@@ -60,7 +60,7 @@ def test_a_version_points_at_the_folder_and_is_the_candidate(
     """MLflow writes its URI to the environment: a sweep's next job would take it for its own."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", "sqlite:///theirs.db")
-    client = MlflowClient(tracker.uri, tracker.uri)
+    client = mlflow_client(tracker.uri, tracker.uri)
     with tracker.flow("f", {}, "", {}):
         before = dict(os.environ)
         model = model_of(served, "toy", "2026-03-01")
@@ -80,7 +80,7 @@ def test_the_candidate_is_the_version_trained_last_not_the_one_registered_last(
     tracker: Tracker, tmp_path: Path
 ) -> None:
     """An old configuration that is run again from the cache does not become the candidate."""
-    client = MlflowClient(tracker.uri)
+    client = mlflow_client(tracker.uri)
     folders = [Artifact("served", tmp_path / name, name) for name in ("old", "new", "oldest")]
     dates = ("2026-03-01", "2026-03-02", "2026-02-01")
     old, new, oldest = (model_of(f, "m", d) for f, d in zip(folders, dates, strict=True))
@@ -95,7 +95,7 @@ def test_the_candidate_is_the_version_trained_last_not_the_one_registered_last(
 
 
 def test_only_a_model_that_passed_becomes_champion(tracker: Tracker, tmp_path: Path) -> None:
-    client = MlflowClient(tracker.uri)
+    client = mlflow_client(tracker.uri)
     first, second = (
         model_of(Artifact("served", tmp_path / name, name), "c", f"2026-03-0{day}")
         for day, name in enumerate(("first", "second"), 1)
@@ -133,7 +133,7 @@ def test_the_flow_names_its_datasets_by_their_digest(tracker: Tracker, tmp_path:
         tracker.stage("prepare_data", origin) as stage,
     ):
         stage.finish(data, {}, reused=False)
-    (logged,) = MlflowClient(tracker.uri).get_run(parent).inputs.dataset_inputs
+    (logged,) = mlflow_client(tracker.uri).get_run(parent).inputs.dataset_inputs
     assert (logged.dataset.name, logged.dataset.digest) == ("chats.jsonl", data.digest[:36])
     assert json.loads(logged.dataset.source)["digest"] == data.digest
     assert json.loads(logged.dataset.profile) == {"train_rows": 90, "heldout_rows": 10}

@@ -11,20 +11,10 @@ import torch
 
 from flows.cli.config import compose_config
 from tasks.config.sections import Optim, Resume, Scheduler
-from tasks.core.errors import ConfigError
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Peft, Zero
 from tasks.training.loop import schedule
-from tests.settings import Batch, Settings
-
-
-def test_settings_that_cannot_be_trained_with_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.lrr"):
-        Settings.from_sections(train={"lrr": 1}, peft={}, zero={}, model={}, seed=0)
-    assert Batch(4, 64).accumulation(2) == 8
-    with pytest.raises(ConfigError, match="global_batch_size=10") as caught:
-        Batch(4, 10).accumulation(2)
-    assert caught.value.hint.startswith("train.global_batch_size=8")
+from tests.settings import Settings
 
 
 def test_every_setting_of_training_is_read_from_the_configuration() -> None:

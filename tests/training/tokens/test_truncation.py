@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tasks.core.errors import DataError
 from tasks.training.tokens.examples import Example, Tokens
-from tasks.training.tokens.truncation import Tally, fit, refuse_truncated, truncation
+from tasks.training.tokens.truncation import Tally, fit, truncation
 
 
 def sample(name: str, *lengths: int, prompt: int = 5) -> Example:
@@ -53,23 +51,6 @@ def test_tokens_cut_are_counted_and_sufficient_limits_named() -> None:
 def test_lengths_are_counted_before_anything_is_cut() -> None:
     assert account(7, 8, 9, 400)["lengths"] == [(8, 2), (9, 1), (430, 1)]
     assert account(7, 12, rule="refuse")["lengths"] == [(8, 1), (13, 1)]
-
-
-def test_too_many_truncated_rows_are_refused() -> None:
-    def refuse(counts: dict[str, Any], *, most: float = 0.2, texts: bool = False) -> None:
-        refuse_truncated(counts, source="train.jsonl", max_len=10, most=most, texts=texts)
-
-    refuse(account(10, 10, 10, 10, 12))
-    cut = account(10, 10, 30, 12, 12)
-    with pytest.raises(DataError, match=r"train\.jsonl: 3 of 5") as bad:
-        refuse(cut)
-    for setting in ("train.max_len=30", "on_overlong=refuse", "data.max_truncated=0.6"):
-        assert setting in bad.value.hint
-    refuse(cut, most=0.6)
-    with pytest.raises(DataError) as bad:
-        refuse(cut, texts=True)
-    assert "train.on_overlong=split" in bad.value.hint
-    refuse(account(9, 9, 12, rule="refuse"), most=0.0)  # by the user's own wish
 
 
 def test_answers_of_a_pair_are_cut_separately_and_prompts_never() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,24 +16,10 @@ from tests.e2e.tracked import curve
 pytestmark = pytest.mark.slow
 
 
-def questions(count: int, seed: int) -> list[tuple[str, str]]:
-    """Return questions of the toy world with their answers."""
-    talks = [
-        conversation(example)["messages"] for example in examples(count, seed=seed, held_out=False)
-    ]
-    return [(talk[-2]["content"], talk[-1]["content"]) for talk in talks]
-
-
-def account(run: Run) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(
-        (Path(run.stage("prepare_data")["artifact"]) / "dataset.json").read_text()
-    )
-    return document
-
-
 def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_path: Path) -> None:
     """One long text among short ones; served by vLLM, which goes on as transformers does."""
-    lines = [f"{question} {answer}" for question, answer in questions(500, 3)]
+    talks = (conversation(each)["messages"] for each in examples(500, seed=3, held_out=False))
+    lines = [f"{talk[-2]['content']} {talk[-1]['content']}" for talk in talks]
     path = tmp_path / "books.jsonl"
     rows = [*lines[:460], "\n".join(lines[460:])]
     path.write_text("".join(json.dumps({"body": text}) + "\n" for text in rows))
@@ -42,8 +27,9 @@ def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_
     length = ("train.max_len=64", "train.max_steps=40", "smoke.eval_samples=40")
     done = rlhf(runs, "+exp=sft_qlora", "train=pretrain", *data, *length)
     assert done.code == 0, done.output
-    assert account(done)["rows"] == "texts"
-    told = open_artifact(Path(done.stage("train")["artifact"])).notes["data"]
+    account = json.loads((done.artifact("prepare_data") / "dataset.json").read_text())
+    assert account["rows"] == "texts"
+    told = open_artifact(done.artifact("train")).notes["data"]
     assert sum(split["read"] for split in told.values()) == 461
     assert sum(split["in_pieces"] for split in told.values()) == 1
     assert sum(split["kept"] for split in told.values()) > 461
@@ -52,10 +38,10 @@ def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_
     assert done.summary["eval"]["loss_after"] < done.summary["eval"]["loss_before"]
     assert done.summary["eval"]["after"] is None  # a text is not answered right or wrong
     assert done.stage("gather")["drift"]["mean_kl"] == 0.0
-    report = json.loads((Path(done.stage("smoke_eval")["artifact"]) / "report.json").read_text())
+    report = json.loads((done.artifact("smoke_eval") / "report.json").read_text())
     assert report["notes"]["engine"] == "vllm"
     assert all(check["ok"] for check in report["checks"])
     assert "texts as training tokenised them" in {check["name"] for check in report["checks"]}
-    written = Path(done.stage("smoke_eval")["artifact"]) / "generations.jsonl"
+    written = done.artifact("smoke_eval") / "generations.jsonl"
     first = json.loads(written.read_text().splitlines()[0])
     assert first["after"]

@@ -30,17 +30,12 @@ def deliver(tmp_path: Path, run: Run, *more: str, **env: str) -> tuple[int, str,
     """Deliver the adapter of a run, verified by a server; returns status, output and summary."""
     (cwd := tmp_path / "elsewhere").mkdir()
     argv = command(
-        "deliver", f"source={made(run, 'gather')}", f"base={made(run, 'prepare_base')}",
+        "deliver", f"source={run.artifact('gather')}", f"base={run.artifact('prepare_base')}",
         f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}",
         "smoke.engine=server", "smoke.probes=8", *more,
     )  # fmt: skip
     done = run_in_empty(cwd, argv, env=environment(**env), timeout=900)
     return done.returncode, done.stdout, summary_of(tmp_path / "runs")
-
-
-def made(run: Run, stage: str) -> Path:
-    """Return the folder that a stage of a run made."""
-    return Path(run.stage(stage)["artifact"])
 
 
 def report_of(summary: dict[str, Any], name: str = "smoke_eval") -> dict[str, Any]:

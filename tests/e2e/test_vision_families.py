@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tasks.toy.pretrain import train_tokenizer
 from tasks.toy.splits import corpus, write_dataset
 from tests.e2e.conftest import Run
+from tests.e2e.test_chain import tensors_of
 from tests.vision import FAMILIES, PROCESSOR, save_base
 
 pytestmark = pytest.mark.slow
@@ -31,10 +30,6 @@ def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return save_base(family, folder / "base", train_tokenizer(talk, context=512))
 
     return make
-
-
-def tensors_of(folder: Path) -> dict[str, Any]:
-    return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
 
 
 def require_whole(base: Path, served: Path) -> None:

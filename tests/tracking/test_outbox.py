@@ -18,6 +18,7 @@ from tasks.tracking.mlflow_server import RegisteredModel
 from tasks.tracking.outbox import UnreachableError
 from tasks.tracking.tracker import StageRun, Tracker
 from tests.commands import mlflow_client
+from tests.process.conftest import until
 from tests.tracking.mlflow_process import MlflowProcess
 
 ORIGIN = Origin("shards", "train", "k")
@@ -60,13 +61,6 @@ def expected(steps: range) -> list[tuple[int, float]]:
     return [(step, 100.0 - step) for step in steps]
 
 
-def until(condition: Any, limit_s: float = 30) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 def test_a_server_that_dies_and_comes_back_gets_every_step_once(
     server: MlflowProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -75,15 +69,15 @@ def test_a_server_that_dies_and_comes_back_gets_every_step_once(
     with tracker.flow("f", {"a": 1}, "a: 1\n", {}) as parent:
         with tracker.stage("train", ORIGIN) as run:
             log_steps(run, range(5))
-            until(lambda: run.run_id)
+            until(lambda: run.run_id, 30)
             server.kill()
             log_steps(run, range(5, 10))
-            until(lambda: "does not answer" in caplog.text)
+            until(lambda: "does not answer" in caplog.text, 30)
             log_steps(run, range(10, 15))
             server.start()
             log_steps(run, range(15, 20))
             run.text("note.txt", "here")
-        until(lambda: tracker.settle() == "")
+        until(lambda: tracker.settle() == "", 30)
     client = mlflow_client(server.uri)
     assert steps_of(client, run.run_id) == expected(range(20))
     assert [client.get_run(i).info.status for i in (parent, run.run_id)] == ["FINISHED"] * 2
@@ -98,7 +92,7 @@ def test_an_interrupted_flow_does_not_wait_for_a_server_that_hangs(
 
     def interrupted() -> None:
         with tracker.flow("f", {}, "", {}), tracker.stage("train", ORIGIN) as run:
-            until(lambda: run.run_id)
+            until(lambda: run.run_id, 30)
             server.hang(stop=True)
             log_steps(run, range(5))
             time.sleep(outbox.POLL_S + 1)  # now a request is on its way
@@ -146,7 +140,7 @@ def test_a_lost_answer_doubles_nothing(local: Tracker, monkeypatch: pytest.Monke
     monkeypatch.setattr(local._server, "send", losing)
     with local.flow("f", {}, "", {}) as parent, local.stage("train", ORIGIN) as run:
         log_steps(run, range(10))
-        until(lambda: local.settle() == "")
+        until(lambda: local.settle() == "", 30)
     client = mlflow_client(local.uri)
     assert steps_of(client, run.run_id) == expected(range(10))
     assert len(client.search_runs([local.experiment_id])) == 2

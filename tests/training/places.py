@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -103,12 +102,6 @@ def at_step(step: int, act: Callable[[], None]) -> Callable[[Event], None]:
             act()
 
     return observe
-
-
-def kill_ranks(folder: Path, number: int) -> None:
-    """Send a signal to all ranks of `run_train`."""
-    for pid in rank_pids(folder):
-        os.kill(pid, number)
 
 
 def read_json(path: Path) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
+import sqlite3
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -64,9 +66,28 @@ LONGEST = (
 
 
 @pytest.fixture(scope="session")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """MLflow database of all tests of this process: its tables take seconds to make."""
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow database without runs, made once for all workers: its tables take seconds to make."""
+    from filelock import FileLock
+
+    from tests.commands import mlflow_client
+
+    root = tmp_path_factory.getbasetemp()
+    path = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "mlflow.db"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            made = path.with_suffix(".new")
+            mlflow_client(f"sqlite:///{made}").search_experiments()
+            with sqlite3.connect(made) as db:
+                db.execute("vacuum into ?", (str(path),))
+    return path
+
+
+@pytest.fixture(scope="session")
+def database(empty_database: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """MLflow database of all tests of this process."""
+    own = shutil.copy(empty_database, tmp_path_factory.mktemp("mlflow"))
+    return f"sqlite:///{own}"
 
 
 class ByFolder(LoadFileScheduling):

@@ -37,13 +37,14 @@ def make(runs: Path, kind: str, key: str, **inputs: Artifact) -> Artifact:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, empty_database: Path) -> Path:
     """Two served models with their weights; MLflow knows the first one."""
     runs = tmp_path / "runs"
     ours = make(runs, "served", "a", weights=make(runs, "weights", "b"))
     make(runs, "served", "c", weights=make(runs, "weights", "d"))
     store = runs / "mlflow"
     store.mkdir()
+    shutil.copy(empty_database, store)
     tracker = Tracker(f"sqlite:///{store}/mlflow.db", "e", store / "artifacts", store / "reports")
     with tracker.flow("test", {}, "", {}):
         model = RegisteredModel("plumbline", ours, "2026-03-01T10:00:00+00:00")

@@ -18,6 +18,7 @@ from tasks.core.errors import ContractError, PlumblineError
 from tasks.pipeline.stage import Mechanism, Stage, StageReport, StageResult
 from tasks.process.launch import launch
 from tasks.tracking.tracker import Tracker
+from tests.commands import mlflow_client
 
 LOG = logging.getLogger("tests.stage")
 STAGE = Stage("write", "weights", stack=("torch", "not-installed"))
@@ -135,9 +136,7 @@ def test_a_time_limit_ends_the_children_and_says_what_to_type(
 
 
 def runs_of(mechanism: Mechanism) -> list:
-    from mlflow import MlflowClient
-
-    client = MlflowClient(mechanism.tracker.uri)
+    client = mlflow_client(mechanism.tracker.uri)
     return client.search_runs([mechanism.tracker.experiment_id])
 
 

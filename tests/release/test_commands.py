@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,12 +31,13 @@ def make(runs: Path, kind: str, key: str, **inputs: Artifact) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def registry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def registry(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Path:
     """A folder of runs with two registered versions; the second one is the candidate."""
     runs = tmp_path_factory.mktemp("registry") / "runs"
     data, base = make(runs, "dataset", "d"), make(runs, "base", "b")
     store = runs / "mlflow"
     store.mkdir()
+    shutil.copy(empty_database, store)
     tracker = Tracker(f"sqlite:///{store}/mlflow.db", "e", store / "artifacts", store / "reports")
     with tracker.flow("test", {}, "", {}):
         for day, key in enumerate("12", 1):

@@ -20,12 +20,12 @@ REQUEST = {"messages": [{"role": "user", "content": "Reverse: ape"}], "max_token
 
 @pytest.fixture
 def registered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[Path], Artifact]]:
     """Return a function that publishes a model folder as a served artifact, and registers it."""
     import mlflow
 
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = f"sqlite:///{shutil.copy(empty_database, tmp_path)}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # MLflow sets it, too, and leaves it
     mlflow.set_tracking_uri(uri)
     tracker = Tracker(uri, "plumbline", tmp_path / "files", tmp_path / "reports")

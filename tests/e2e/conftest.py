@@ -1,4 +1,7 @@
-"""The program as a user runs it: the literal command, from another working directory."""
+"""The program as a user runs it: the literal command, from another working directory.
+
+And what it leaves: living processes, and the records in MLflow, read with MLflow's own client.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.commands import command, environment, run_in_empty, summary_of
+from tests.commands import command, environment, mlflow_client, run_in_empty, summary_of
 
 SHORT = (
     "+exp=sft_qlora", "model.steps=60", "train.max_steps=8", "train.save_steps=4",
@@ -34,6 +38,31 @@ class Run:
     def artifact(self, stage: str) -> Path:
         """Return the folder that a stage made."""
         return Path(self.stage(stage)["artifact"])
+
+
+def living(runs: Path) -> list[str]:
+    """Return the command lines of living processes that name this folder of runs."""
+    processes = psutil.process_iter(["cmdline"])
+    lines = (" ".join(process.info["cmdline"] or ()) for process in processes)
+    return [line for line in lines if str(runs) in line]
+
+
+def client(run: Run) -> Any:
+    return mlflow_client(f"sqlite:///{run.runs}/mlflow/mlflow.db")
+
+
+def children(run: Run) -> dict[str, Any]:
+    """Return the MLflow runs of the stages, by stage."""
+    tracker, parent = client(run), run.summary["mlflow_run_id"]
+    experiment = tracker.get_run(parent).info.experiment_id
+    runs = tracker.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent}'")
+    return {child.data.tags["stage"]: child for child in runs}
+
+
+def curve(run: Run, name: str, *, stage: str = "train") -> list[float]:
+    """Return the values of a training metric, by step."""
+    history = client(run).get_metric_history(children(run)[stage].info.run_id, name)
+    return [metric.value for metric in sorted(history, key=lambda metric: metric.step)]
 
 
 @pytest.fixture(scope="session")

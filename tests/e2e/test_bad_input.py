@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import command, environment, mlflow_client
-from tests.e2e.conftest import Run
-from tests.e2e.processes import living
+from tests.e2e.conftest import Run, living
 
 
 def test_a_folder_that_another_run_uses_is_left_alone(

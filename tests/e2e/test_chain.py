@@ -23,8 +23,7 @@ from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.pipeline.artifact import open_artifact, verify
 from tasks.training.job import TrainJob
 from tests.commands import command, environment
-from tests.e2e.conftest import SHORT, Run
-from tests.e2e.tracked import children, client, curve
+from tests.e2e.conftest import SHORT, Run, children, client, curve
 from tests.training.places import read_json, run_train
 
 pytestmark = pytest.mark.timeout(1200)

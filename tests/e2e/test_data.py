@@ -10,8 +10,7 @@ import pytest
 
 from tasks.pipeline.artifact import open_artifact
 from tasks.toy.splits import conversation, examples
-from tests.e2e.conftest import Run
-from tests.e2e.tracked import curve
+from tests.e2e.conftest import Run, curve
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.e2e.conftest import Run
+from tests.e2e.conftest import Run, children, curve
 from tests.e2e.test_online import OF_CRITICS, keys_of
-from tests.e2e.tracked import children, curve
 
 pytestmark = pytest.mark.slow
 STEPS = ("sft", "reward", "ppo")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Run
-from tests.e2e.tracked import client
+from tests.e2e.conftest import Run, client
 
 pytestmark = pytest.mark.slow
 QUICK = (

@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from tests.commands import command, environment, summary_of
-from tests.e2e.conftest import Run
-from tests.e2e.processes import living
+from tests.e2e.conftest import Run, living
 from tests.tracking.mlflow_process import MlflowProcess
 from tests.training.places import files
 

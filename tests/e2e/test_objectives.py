@@ -14,8 +14,7 @@ import pytest
 
 from tasks.drift.fingerprint import PROFILES
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.e2e.conftest import Run
-from tests.e2e.tracked import children, curve
+from tests.e2e.conftest import Run, children, curve
 
 pytestmark = pytest.mark.slow
 STAGES = {

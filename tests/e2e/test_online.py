@@ -11,8 +11,7 @@ import pytest
 from safetensors import safe_open
 
 from tasks.pipeline.artifact import open_artifact, verify
-from tests.e2e.conftest import Run
-from tests.e2e.tracked import children, client, curve
+from tests.e2e.conftest import Run, children, client, curve
 
 pytestmark = pytest.mark.slow
 SMALL = ("rl.iterations=3", "rl.eval_prompts=16", "smoke.eval_samples=40")

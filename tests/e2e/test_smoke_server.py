@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tests.commands import command, environment, run_in_empty, summary_of
-from tests.e2e.conftest import Run
-from tests.e2e.processes import living
+from tests.e2e.conftest import Run, living
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 QUICK = (

@@ -1,4 +1,4 @@
-"""Checks of vLLM beside a trainer: start, sleep, adapters, whole weights under CUDA graphs."""
+"""Checks of vLLM beside a trainer: start, sleep and adapters under CUDA graphs; tests/rl."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def become_a_rank() -> None:
     )  # fmt: skip
 
 
-def policy_of(setting: Setting, folder: Path, **peft: Any) -> Any:
+def policy_of(setting: Setting, folder: Path) -> Any:
     """Return a random Qwen2 in bf16 with an adapter of rank 16; its base is saved in a folder."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -47,11 +47,11 @@ def policy_of(setting: Setting, folder: Path, **peft: Any) -> Any:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 304}
     base = model_of(setting, dtype=torch.bfloat16, **(sizes if setting.tiny else {}))
     base.save_pretrained(folder)
-    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", **peft)
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
     return get_peft_model(base, config, autocast_adapter_dtype=False).eval()
 
 
-def started(folder: Path, *, adapter_rank: int | None) -> Any:
+def started(folder: Path) -> Any:
     """Start the engine as training does."""
     from tasks.config.sections import Rollout
     from tasks.serving.vllm.colocation import Colocation
@@ -60,7 +60,7 @@ def started(folder: Path, *, adapter_rank: int | None) -> Any:
     rollout = Rollout(
         max_prompt_len=64, max_new_tokens=64, max_num_seqs=64, kv_cache_gib=0.1, gpu_memory=0.4,
     )  # fmt: skip
-    return Colocated(Colocation(folder, rollout, adapter_rank=adapter_rank))
+    return Colocated(Colocation(folder, rollout, adapter_rank=16))
 
 
 def require_close(engine: Any, model: Any) -> float:
@@ -96,7 +96,7 @@ def engine(setting: Setting) -> Numbers:
     become_a_rank()
     folder, adapter = setting.folder / "engine-base", setting.folder / "adapter"
     policy, began = policy_of(setting, folder), time.monotonic()
-    running = started(folder, adapter_rank=16)
+    running = started(folder)
     numbers: dict[str, float | str] = {"start s": round(time.monotonic() - began)}
     asleep = []
     for version in range(1, CYCLES + 1):
@@ -111,29 +111,6 @@ def engine(setting: Setting) -> Numbers:
         asleep.append(free_mib(setting))
     numbers["lost by cycles MiB"] = asleep[0] - asleep[-1]
     assert asleep[0] - asleep[-1] <= LEFT_MIB, asleep
-    running.close()
-    return numbers
-
-
-def reload(setting: Setting) -> Numbers:
-    """Sync the merged weights of a DoRA policy with a tied head twice, under CUDA graphs."""
-    from tasks.rl.rollout.policy import merged_tensors
-    from tasks.weights.model import model_facts
-
-    become_a_rank()
-    folder = setting.folder / "reload"
-    policy = policy_of(setting, folder, use_dora=True)
-    facts, running = model_facts(folder), started(folder, adapter_rank=None)
-    numbers: dict[str, float | str] = {}
-    for version in (1, 2):
-        _move(policy, version)
-        began = time.monotonic()
-        running.wake("weights")
-        running.load_weights(merged_tensors(policy, facts), version)
-        running.wake()
-        numbers["s"] = round(time.monotonic() - began, 2)
-        numbers["apart"] = require_close(running, policy)
-        running.sleep()
     running.close()
     return numbers
 

@@ -66,7 +66,6 @@ CHECKS = (
     # in the order of importance
     Check("fork", "numerics", 30, VLLM),
     Check("engine", "engines", 150, VLLM, gib=24),
-    Check("reload", "engines", 80, VLLM, gib=24),
     Check("fingerprint", "numerics", 40, HF, gib=16),
     Check("nf4", "numerics", 15, BNB),
     Check("attention", "numerics", 40, HF, gib=16),

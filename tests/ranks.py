@@ -20,6 +20,10 @@ from importlib import import_module
 import numpy as np
 
 from tasks.process.torch_process import end_process, start_lean
+from tasks.serving.vllm.child import import_vllm
+
+SAMPLES = "RANKS_SAMPLE"
+"""Variable that is set if ranks import vLLM, too."""
 
 
 def rank(number: int, module: str, arguments: list[str]) -> None:
@@ -39,6 +43,8 @@ def main(count: int, module: str, arguments: list[str]) -> int:
     start_lean()
     for name in ("deepspeed", "peft", "transformers.models.qwen2.modeling_qwen2"):
         import_module(name)
+    if os.environ.pop(SAMPLES, ""):
+        import_vllm()
     with socket.socket() as probe:  # last, so that nobody else takes the port meanwhile
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -90,7 +90,11 @@ ONE_EPOCH = {"iterations": 3, "ppo_epochs": 1, "correction": "sequence_mask"}
 DAPO = {"clip_high": 0.28, "kl_coef": 0.0, "ppo_epochs": 1, "refill": 2, "mask_truncated": True}
 STILL = {"optim": Optim(lr=0.0, scheduler="constant")}
 GAME = in_game({"iterations": 3})
-DEFAULT = {"whole": GAME, "resumed": replace(GAME, resumes="whole")}
+DEFAULT = {
+    "whole": GAME,
+    "resumed": replace(GAME, resumes="whole"),
+    "full": Run({"iterations": 2}, {**FULL_GRPO, "save_steps": 0}),
+}
 """Runs of the default suite."""
 SLOW = {
     "plain": Run(),

@@ -15,6 +15,7 @@ from tasks.process.launch import launch, python_child
 from tasks.train import train
 from tasks.training.engine.checkpoint import identity
 from tasks.training.job import TrainJob
+from tests.ranks import SAMPLES
 from tests.settings import Settings
 
 LOG = logging.getLogger("test")
@@ -43,12 +44,13 @@ def run_jobs(
     for job, path in zip(jobs, arguments, strict=True):
         job.write(path)
     words = map(str, [nproc, "tests.training.run_jobs", *arguments, *[checks] * bool(checks)])
+    sample = any(job.settings.runs_vllm for job in jobs)
     launch(
         python_child("tests.ranks", *words),
         stage="train",
         log=LOG,
         log_path=folder / f"{nproc}-ranks.log",
-        env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", SAMPLES: "1" * sample},
         on_event=events.append,
     )
     return events

@@ -72,6 +72,14 @@ def test_an_environment_of_several_turns(finished: Finished) -> None:
     assert read_json(finished["whole"] / "train.json")["metrics"]["heldout_reward_after"] > 0
 
 
+def test_full_weights_are_synced_after_a_step(finished: Finished) -> None:
+    """GRPO: with the weights before, vLLM would be as far from the trainer as the step moves it."""
+    steps = finished.steps["full"]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert steps[0]["approx_kl"] > 1e-3
+    assert max(step["mismatch/max_abs"] for step in steps) < 1e-3
+
+
 @pytest.mark.slow
 def test_learning_rate_0_changes_nothing(finished_slowly: Finished) -> None:
     for name, moves in (("still", False), ("plain", True)):

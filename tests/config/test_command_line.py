@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -154,14 +153,3 @@ def test_experiments_of_a_config_dir_are_listed_and_run(
     assert ["+exp=first", "About", "it."] in lines
     for typed in (["fir", *folders], ["fir", "--config-dir", str(tmp_path / "mine")]):
         assert listed_experiments(typed)[1].split() == ["+exp=first", "About", "it."]
-
-
-def test_cfg_job_prints_no_password(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@localhost:5000")
-    assert run_main("rlhf", Job(), argv=["+exp=sft_qlora", "--cfg", "job"]) == 0
-    printed = capsys.readouterr().out
-    assert "uri: http://me:***@localhost:5000" in printed
-    assert "secret" not in printed
-    assert os.environ["MLFLOW_TRACKING_URI"] == "http://me:secret@localhost:5000"

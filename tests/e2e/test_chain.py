@@ -75,7 +75,7 @@ def killed(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainJob:
 
         wait_for("job.json")
         family = psutil.Process(child.pid).children(recursive=True)
-        lines = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p in family]
+        lines = [p.info["cmdline"] or () for p in psutil.process_iter(["cmdline"]) if p in family]
         server = next(line for line in lines if "uvicorn" in line)
         url = f"http://127.0.0.1:{server[server.index('--port') + 1]}/api/admin/version"
         status = httpx.get(url, trust_env=False).status_code

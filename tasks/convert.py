@@ -14,18 +14,16 @@ from typing import Any
 
 from tasks.core.contract import Check, judge
 from tasks.delivery.plan import Work
-from tasks.evaluation.measuring import Measuring, stage_report
+from tasks.evaluation.measuring import Measuring, stage_report, values_read
 from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.tensors import tensor_of
-from tasks.weights.heads import write_value_head
 from tasks.weights.model import Model
-from tasks.weights.plan import Plan, as_is, with_output
-from tasks.weights.quantized.source import open_model
+from tasks.weights.plan import Executed, Plan, as_is, with_output
+from tasks.weights.quantized.packed import open_model
 from tasks.weights.write import write
-from tasks.weights.written import Executed, values_read
 
 
 def convert(
@@ -88,14 +86,3 @@ def _contract(plan: Plan, done: Executed, facts: Model) -> Iterator[Check]:
         if name in ops and stored in ops:
             same = done.checksums[name] == done.checksums[stored]
             yield Check(name, f"tied: equal to {stored}", "equal" if same else "other", ok=same)
-
-
-def value_head(
-    out: Path, *, source: Path, planned: Callable[[], Work], log: Log, **_: Any
-) -> StageReport:
-    """Write the value head of a policy into its own artifact, away from the served folder."""
-    head = planned().head
-    assert head is not None
-    names = write_value_head(head, out)
-    log.info("value head: %d tensors kept apart", len(names))
-    return StageReport("value_head", tuple(Check(n, "finite", "finite", ok=True) for n in names))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.audit.source import ADAPTER_CONFIG
 from tasks.core.contract import Check, judge
 from tasks.delivery.plan import Work
-from tasks.delivery.source import ADAPTER_CONFIG
 from tasks.delivery.tokens import write_weights_files
 from tasks.drift.fingerprint import EXACT, DriftLimit, ScorePrint
 from tasks.drift.verdict import (
@@ -26,24 +26,23 @@ from tasks.drift.verdict import (
     same_arithmetic,
     verdict,
 )
-from tasks.evaluation.measuring import Measuring, against_engine, stage_report
+from tasks.evaluation.measuring import Measuring, against_engine, stage_report, values_read
 from tasks.evaluation.model_folder import Trained, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.documents import read_json
+from tasks.weights.files.names import parse_peft
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint
 from tasks.weights.files.tensors import Sources, Tensors
 from tasks.weights.gather import TRAINED, plan_adapter_file, plan_full, renamed
 from tasks.weights.heads import reward_base
 from tasks.weights.lora import adapter_contract
 from tasks.weights.merge import BASE
-from tasks.weights.model import model_facts
-from tasks.weights.perform import Perform, perform
-from tasks.weights.plan import Plan
+from tasks.weights.model import Perform, model_facts, perform
+from tasks.weights.plan import Executed, Plan
 from tasks.weights.shards import read_partitions
 from tasks.weights.write import write
-from tasks.weights.written import Executed, gathered
 
 SHARD_BYTES = 5 * 10**9
 
@@ -186,3 +185,16 @@ def _write(
             config["target_modules"] = sorted(config["target_modules"])
         write_json(out / ADAPTER_CONFIG, {**config, "inference_mode": True})
     return done, gathered(plan, done)
+
+
+def gathered(plan: Plan, done: Executed) -> list[Check]:
+    """Check the tensors gathered from partitions: finite, and not every lora_B is all zero."""
+    checks = values_read(plan, done)
+    keys = {op.name: parse_peft(op.name) for op in plan.ops}
+    halves = [name for name, key in keys.items() if key is not None and key.half == "B"]
+    if halves:
+        # LoRA initialises B with zeros: one stays so if its module saw no data.
+        zero = sum(bool(done.tensors[name].all_zero) for name in halves)
+        text = f"{zero} of {len(halves)} all zero"
+        checks.append(Check("trained lora_B", "not all of them zero", text, zero < len(halves)))
+    return checks

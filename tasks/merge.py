@@ -12,21 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tasks.core.contract import Check
 from tasks.delivery.base import ORIGINAL, BaseChoice
 from tasks.delivery.plan import Work
 from tasks.delivery.tokens import write_weights_files
 from tasks.drift.fingerprint import PROFILES
 from tasks.drift.verdict import rounding_warning
-from tasks.evaluation.measuring import Measuring, stage_report
+from tasks.evaluation.measuring import Measuring, stage_report, values_read
 from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.lora import read_adapter
-from tasks.weights.pairing import INPUT
-from tasks.weights.perform import Perform, perform
+from tasks.weights.lora import INPUT, read_adapter
+from tasks.weights.model import Perform, perform
+from tasks.weights.plan import Executed, Plan
 from tasks.weights.proof import recompute, recomputed_check
+from tasks.weights.rounding import described
 from tasks.weights.write import write
-from tasks.weights.written import rounding_kept, unchanged, values_read
 
 
 def merge(
@@ -84,3 +85,48 @@ def _cause(choice: BaseChoice) -> str:
         "every sampled row is base + adapter, so rounding took it away: convert.dtype=float32 "
         "rounds nothing"
     )
+
+
+_NAMED = 0.99
+"""Below this share the tensors that lost most are named."""
+
+
+def unchanged(done: Executed) -> str:
+    """Return a warning about tensors that the adapter names and leaves as they are; "" for none."""
+    same = [name for name, each in done.changed.items() if each.changed == 0]
+    if not same:
+        return ""
+    return (
+        f"{len(same)} of {len(done.changed)} tensors of the adapter keep the base's values, first "
+        f"{same[0]}: their update is zero, or rounds away"
+    )
+
+
+def rounding_kept(
+    plan: Plan, done: Executed, least: float
+) -> tuple[list[Check], dict[str, float], dict[str, Any]]:
+    """Return a check, metrics and notes of what rounding kept of the update; empty if unchanged.
+
+    Unbiased rounding keeps it on average, so only its random part is reported; the recomputed rows
+    prove it. `least` is the share of the update that rounding to nearest has to keep.
+    """
+    shares = done.kept()
+    if shares is None:
+        return [], {}, {}
+    kept, nearest = shares
+    unbiased = any(op.unbiased for op in plan.ops)
+    text = f"{kept:.1%}" + (f"; nearest would keep {nearest:.1%}" if unbiased else "")
+    if kept < _NAMED:
+        by_tensor = {n: each.kept / each.update for n, each in done.changed.items() if each.update}
+        worst = sorted(by_tensor.items(), key=lambda item: item[1])[:3]
+        text += "; least " + ", ".join(f"{name} {share:.1%}" for name, share in worst)
+    hint = (
+        f"rounding threw {1 - kept:.0%} of the adapter away: merge.rounding=unbiased keeps it in "
+        "the same format; or convert.dtype=float32"
+    )
+    ok = unbiased or kept >= least
+    check = Check("kept of the update", f">= {least:.0%}", text, ok=ok, hint=hint)
+    numbers = {"kept": kept, "nearest_would_keep": nearest}
+    how = described("unbiased" if unbiased else "nearest")
+    notes = {"rounding": how | {name: round(share, 5) for name, share in numbers.items()}}
+    return [check], numbers, notes

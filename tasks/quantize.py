@@ -19,7 +19,7 @@ from tasks.core.contract import Check, judge
 from tasks.core.errors import ConfigError, DataError
 from tasks.core.files import copy_file
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
-from tasks.evaluation.measuring import Measuring
+from tasks.evaluation.measuring import Measuring, values_read
 from tasks.evaluation.model_folder import CONFIG, dtype_of, write_json
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.artifact import MANIFEST
@@ -42,7 +42,6 @@ from tasks.weights.quantized.quantize import (
     quantized_plan,
 )
 from tasks.weights.write import parse_size, write
-from tasks.weights.written import values_read
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 
 CONVERTED = ("f16", "bf16", "q8_0")

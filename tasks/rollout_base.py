@@ -20,12 +20,11 @@ from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import CONFIG, copy_side_file, model_files
 from tasks.weights.lora import Changes
 from tasks.weights.merge import BASE, plan_merge
-from tasks.weights.model import model_facts
-from tasks.weights.perform import Perform
+from tasks.weights.model import Perform, model_facts
 from tasks.weights.plan import with_output
 from tasks.weights.quantized.config_fields import without_quantization
 from tasks.weights.quantized.nf4 import check_quantization
-from tasks.weights.quantized.source import read_base
+from tasks.weights.quantized.packed import read_base
 from tasks.weights.write import write
 
 _SHARD_BYTES = 5 * 10**9

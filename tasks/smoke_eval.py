@@ -27,14 +27,13 @@ from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.prompts import PromptKind, Setup, Tools, read_pairs, read_question
 from tasks.evaluation.responses import Measure, order_of_pairs, read_responses
 from tasks.evaluation.scoring import ModelRef
-from tasks.evaluation.serve import score_with_vllm
-from tasks.evaluation.smoke import measure
+from tasks.evaluation.serve import measure, score_with_vllm
 from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.serving.reference.rewards import normalised
 from tasks.weights.files.documents import read_json
 from tasks.weights.heads import SCORE, normalisation_from
-from tasks.weights.quantized.source import open_model
+from tasks.weights.quantized.packed import open_model
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 

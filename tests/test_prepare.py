@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tasks.core.errors import ArtifactError, ConfigError, DataError
-from tasks.delivery.examination import require_sound
+from tasks.delivery.source import require_sound
 from tasks.pipeline.stage import StageReport
 from tasks.prepare import prepare_base, prepare_data, resolve_model, source_identity
 from tests.machines import with_hub, with_hub_at

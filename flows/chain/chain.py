@@ -31,8 +31,8 @@ from flows.monitoring import Progress
 from tasks.config.sections import Smoke, engine_dtype
 from tasks.core.redaction import redact_url
 from tasks.data.kinds import PROMPTS, TEXTS, Kind, kind_for, names_texts
-from tasks.delivery.examination import require_sound
 from tasks.delivery.plan import Work, plan_trained
+from tasks.delivery.source import require_sound
 from tasks.drift.fingerprint import PROFILES
 from tasks.evaluation.responses import Measure
 from tasks.evaluation.scoring import ReferenceScorer

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.config.sections import Smoke
-from tasks.convert import convert, value_head
+from tasks.convert import convert
 from tasks.core.errors import ArtifactError
 from tasks.delivery.plan import Work
 from tasks.drift.fingerprint import DriftLimit, quantized_profile
@@ -51,7 +51,6 @@ GATHER_ADAPTER = Stage("gather", "adapter", (*_TORCH, "peft"))
 GATHER_WEIGHTS = Stage("gather", "weights", (*_TORCH, "peft"))
 MERGE = Stage("merge", "weights", (*_TORCH, "peft", "bitsandbytes"))
 CONVERT = Stage("convert", "served", _TORCH)
-VALUE_HEAD = Stage("value_head", "value_head", ("safetensors",), Needs.NOTHING)
 SMOKE = Stage("smoke_eval", "report", _VLLM, Needs.ENGINE)
 QUANTIZE = Stage("quantize", "served", (*_TORCH, "compressed-tensors"))
 SMOKE_QUANTIZED = Stage("smoke_quantized", "report", (*_VLLM, "compressed-tensors"), Needs.ENGINE)
@@ -139,7 +138,6 @@ class HandOff:
     smoke_inputs: Mapping[str, Artifact] = field(default_factory=dict)
     smoke_config: Mapping[str, Any] = field(default_factory=lambda: {"prompts": "probes"})
     data: Artifact | None = None  # rows for the quantised model; None for the probes
-    policy: Artifact | None = None  # its value head is kept apart
     shards: Artifact | None = None  # of our training, whose record the plan reads
 
     def to_served(
@@ -156,10 +154,6 @@ class HandOff:
         before = self._model(weights)
         inputs = {"weights": weights}
         served = self._write(CONVERT, convert, inputs, self.convert_config, before)
-        if self.policy is not None:
-            context = {"planned": self.planned}
-            inputs = {"source": self.policy}
-            self.mechanism.run(VALUE_HEAD, value_head, inputs=inputs, config={}, context=context)
         if self.reference is None:
             return served, None
         self._serve(SMOKE, served.artifact, self.smoke_inputs, trained)

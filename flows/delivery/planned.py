@@ -23,12 +23,18 @@ from tasks.config.checks.quantized import quantizing
 from tasks.config.checks.servers import prefect_reachable, public, reachable
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more, preflight
 from tasks.core.terminal import in_words, plain
-from tasks.delivery import examination
 from tasks.delivery.base import attention_of, choose_base, find_base, undecided, wrong_base
 from tasks.delivery.folders import put, require_free
 from tasks.delivery.plan import Request, Work, describe_plan, prepare
 from tasks.delivery.reference import PROBE_TOKENS, SHORTEST
-from tasks.delivery.source import SourceFolder, recognise
+from tasks.delivery.source import (
+    SourceFolder,
+    audit_lines,
+    examine,
+    recognise,
+    require_base,
+    require_own_ids,
+)
 from tasks.delivery.tokens import find_tokens
 from tasks.drift.witness import Witness, find_witness
 from tasks.evaluation.checks import GREEDY_TOKENS
@@ -125,7 +131,7 @@ class Delivery:
             what = "all weights" if scheme.startswith(GGUF) else "linear layers"
             yield f"quantize: {what} to {scheme}, in OUT; the model in 16 bits is kept"
         yield f"smoke test: {self.engine or 'none'}"
-        yield from examination.lines(self.report)
+        yield from audit_lines(self.report)
         yield from (f"warning: {warning}" for warning in self.warnings)
 
     def _plan_lines(self) -> Iterator[str]:
@@ -162,9 +168,9 @@ def _prepare(composed: Composed) -> Delivery:
         require_own_files(base)
         if check:
             # The merge reads the values, and refuses those that are not finite.
-            examination.require_base(base, values=False)
+            require_base(base, values=False)
     compared = base if source.kind != "model" else None
-    report = examination.examine(source.root, compared, check_base=check)
+    report = examine(source.root, compared, check_base=check)
     warnings = wrong_base(source, base, store, check=check)
     out, bases = folder(settings["out"]), [base] if base is not None else []
     require_free(out, [source.root, *bases])
@@ -194,7 +200,7 @@ def _prepare(composed: Composed) -> Delivery:
         )
     with tempfile.TemporaryDirectory() as served:  # the files of which convert asks again
         work.tokens.write(Path(served), work, convert["dtype"])
-        warnings += examination.require_own_ids(work.tokens.folder, Path(served))
+        warnings += require_own_ids(work.tokens.folder, Path(served))
     attention, unable = attention_of(source, store)
     if measured:
         _require_measurable(work, engine)

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from tasks.audit.checks.values import value_faults
-from tasks.audit.scan import first_difference
-from tasks.audit.source import named_base, open_source
+from tasks.audit.scan import first_difference, same_header
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source, named_base, open_source
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.files import file_stats, meant
 from tasks.core.terminal import typed
 from tasks.delivery.evidence import Evidence, Precision, find_evidence
-from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, SourceFolder
+from tasks.delivery.source import SourceFolder
 from tasks.weights.files.documents import optional_json, read_json, read_manifest
-from tasks.weights.files.identity import base_mismatch, published
+from tasks.weights.files.folder import base_mismatch, published
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, remedy, stored
 
 
@@ -73,7 +73,8 @@ def wrong_base(source: SourceFolder, base: Path | None, store: Path, *, check: b
             raise base_missing(source)
         unknown = "the base was not compared: with base=<folder> a model that equals it is refused"
         return [unknown] if is_model else []
-    if is_model and check and _equals_base(source, base):
+    opened = open_source(source.root, base) if is_model else None
+    if opened is not None and check and _equals_base(opened):
         raise ConfigError(
             f"source={source.root}: every tensor is that of base={base}, bit for bit: nothing "
             "was merged into it",
@@ -88,7 +89,7 @@ def wrong_base(source: SourceFolder, base: Path | None, store: Path, *, check: b
     digest, name = _recorded_base(source)
     wrong = base_mismatch(base, digest=digest, name=name, store=store)
     findings = [wrong] if wrong else []
-    for code, fault in value_faults(open_source(source.root, base)) if is_model else ():
+    for code, fault in value_faults(opened) if opened is not None else ():
         where = f"{code} {', '.join(fault.tensors[:3])}"
         findings.append(f"{where}: {fault.actual}; expected {fault.expected}")
     if findings and check:
@@ -100,18 +101,14 @@ def wrong_base(source: SourceFolder, base: Path | None, store: Path, *, check: b
     return findings
 
 
-def _equals_base(source: SourceFolder, base: Path) -> bool:
-    """Return True if all tensors of a full model are bit-identical to the base's.
+def _equals_base(opened: Source) -> bool:
+    """Return True if all tensors of a model are bit-identical to its base's.
 
     The comparison ends at the first difference, so a trained model costs little reading.
     """
-    model, original = open_source(source.root), open_source(base)
-    ours, theirs = model.tensors, original.tensors
-    if {key: (info.shape, info.dtype) for key, info in ours.items()} != {
-        key: (theirs[key].shape, theirs[key].dtype) for key in ours if key in theirs
-    }:
-        return False
-    return bool(ours) and first_difference(model, original, ours) is None
+    ours, base = opened.tensors, opened.known_base
+    same = bool(ours) and all(same_header(key, opened, base) for key in ours)
+    return same and first_difference(opened, base, ours) is None
 
 
 def _recorded_base(source: SourceFolder) -> tuple[str, str]:
@@ -279,20 +276,13 @@ def _by_evidence(
 
 
 def undecided(source: SourceFolder, choice: BaseChoice) -> ConfigError:
-    """Return the error for an adapter whose training base is not known."""
-    details = [f"{item}: {item.precision.value}" for item in choice.evidence]
-    where, hint = f"source={source.root}", _EITHER
-    if not choice.evidence:
-        text = (
-            f"{where}: nothing in or above it says whether it was trained on the base in 4 bits "
-            "(QLoRA), and merged into another base than the one it was trained on it is a worse "
-            "model, which no check sees"
-        )
-    elif len({item.precision for item in choice.evidence}) > 1:
-        text = f"{where}: its trainer's files contradict each other about the base"
-    else:
-        first = choice.evidence[0]
-        text = f"{where}: it was trained on a base {first.precision.value} ({first})"
-        text += "; merged into any other base it is another model"
-        hint = "merge.base=original takes the 16-bit base all the same"
-    return ConfigError(text, details=details, hint=hint)
+    """Return the error for an adapter whose training base is not known, or cannot be made."""
+    records = [f"{item}: {item.precision.value}" for item in choice.evidence]
+    why = "its trainer's files do not say on which of both" if records else "nothing beside it says"
+    return ConfigError(
+        f"source={source.root}: {why}: it was trained on the base as stored (LoRA) or in 4 bits "
+        f"(QLoRA), and merged into the other it is a worse model, which no check sees"
+        + (f": {records[0]}" if records else ""),
+        details=records,
+        hint=_EITHER,
+    )

@@ -16,6 +16,7 @@ The adapter does not record it. Its trainer often left a file that does:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,9 +28,8 @@ from typing import Any
 import yaml
 
 from tasks.core.errors import ArtifactError
-from tasks.core.files import link_problem
 from tasks.drift.witness import find_witness
-from tasks.weights.files.documents import parse_json
+from tasks.weights.files.documents import optional_json, read_text
 from tasks.weights.pickled.torch_file import read_torch_file
 from tasks.weights.pickled.unpickler import Foreign, Global
 
@@ -114,7 +114,7 @@ def _documents(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any], bool]]:
     """Yield (file, document, True if the document lists all settings of the trainer)."""
     yield folder / "training_args.bin", _arguments(folder / "training_args.bin"), False
     for name in _JSON:
-        yield folder / name, _json(folder / name), True
+        yield folder / name, optional_json(folder / name), True
     for pattern in _YAML:
         for path in sorted([*folder.glob(f"{pattern}.yaml"), *folder.glob(f"{pattern}.yml")]):
             # LLaMA-Factory's web page writes settings with the prefix `top.`.
@@ -128,10 +128,11 @@ def _documents(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any], bool]]:
     for text in _FRONT.findall(card):
         yield folder / "README.md", _yaml(text), False
     for name in ("config.json", "adapter_config.json"):
-        yield folder / name, _json(folder / name), False
-    base = Path(str(_json(folder / "adapter_config.json").get("base_model_name_or_path") or ""))
+        yield folder / name, optional_json(folder / name), False
+    adapter = optional_json(folder / "adapter_config.json")
+    base = Path(str(adapter.get("base_model_name_or_path") or ""))
     if base.is_absolute():
-        yield base / "config.json", _json(base / "config.json"), False
+        yield base / "config.json", optional_json(base / "config.json"), False
 
 
 def _read(path: Path, document: Mapping[str, Any], *, whole: bool) -> Evidence | None:
@@ -196,13 +197,8 @@ def _shown(settings: Mapping[str, Any], *keys: str) -> str:
     """Return `key: value` of the keys that are set; of all that are present if none is set."""
     present = {key: settings[key] for key in keys if key in settings}
     shown = {k: v for k, v in present.items() if v not in (None, False, "", "none")} or present
-    return ", ".join(f"{key}: {_word(value)}" for key, value in shown.items())
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, Mapping | list):
-        return "..."
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)[:80])
+    words = {k: v if isinstance(v, str) else json.dumps(v, default=str) for k, v in shown.items()}
+    return ", ".join(f"{key}: {word[:80]}" for key, word in words.items())
 
 
 def _number(value: Any) -> int:
@@ -237,21 +233,9 @@ def _arguments(path: Path) -> Mapping[str, Any]:
 def _text(path: Path) -> str:
     """Return the text of a small file; "" if it cannot be read."""
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
-            return ""
-        if path.is_symlink() and link_problem(path, path.parent):
-            return ""
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        return read_text(path, _MAX_BYTES) if path.is_file() else ""
+    except ArtifactError:
         return ""
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        document = parse_json(_text(path).encode() or b"null")
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _yaml(text: str) -> Mapping[str, Any]:

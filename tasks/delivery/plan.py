@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG
 from tasks.core.contract import judge
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.terminal import in_words
 from tasks.delivery.base import BaseChoice, base_missing, choose_base, undecided
-from tasks.delivery.source import ADAPTER_CONFIG, CONFIG, SourceFolder
+from tasks.delivery.source import SourceFolder
 from tasks.delivery.tokens import Tokens, find_tokens
 from tasks.evaluation.model_folder import Trained
 from tasks.weights.distributed import DistributedCheckpoint
@@ -36,12 +37,9 @@ from tasks.weights.gather import (
     trained_names,
 )
 from tasks.weights.heads import (
-    HEAD,
-    Detected,
     Normalisation,
     detect,
     endings,
-    may_have_head,
     read_folder,
     reward_config,
     separate,
@@ -49,8 +47,7 @@ from tasks.weights.heads import (
 from tasks.weights.lora import Adapter
 from tasks.weights.lora_config import parse_config
 from tasks.weights.merge import BASE, Reward, plan_adapter
-from tasks.weights.model import Model, model_facts
-from tasks.weights.perform import Perform, perform
+from tasks.weights.model import Model, Perform, model_facts, perform
 from tasks.weights.plan import Plan, Planned, as_is, validate, with_output
 from tasks.weights.quantized.config_fields import (
     is_decodable,
@@ -59,7 +56,7 @@ from tasks.weights.quantized.config_fields import (
     without_quantization,
 )
 from tasks.weights.quantized.nf4 import check_quantization
-from tasks.weights.quantized.source import open_model
+from tasks.weights.quantized.packed import open_model
 from tasks.weights.rounding import Rounding
 from tasks.weights.tokens.tokenizer import read_tokenizer
 
@@ -97,7 +94,6 @@ class Work(Planned):
     gather: Plan | None = None
     trained: Tensors | None = None  # the ranks' tensors, for an adapter that is gathered
     adapter_config: Path | None = None  # adapter_config.json of an adapter that is gathered
-    head: Detected | None = None  # value head to keep apart; None if there is none
     is_ours: bool = False  # True for a model that was trained here: each tensor is its class's
 
     @property
@@ -257,11 +253,10 @@ def _above(request: Request, ranks: Ranks, name: str) -> Path | None:
 
 
 def _model(request: Request) -> Work:
-    """Plan a full model. A value head is split off; a reward model becomes a class of vLLM."""
+    """Plan a full model. A value head is left out; a reward model becomes a class of vLLM."""
     root, dtype = request.source.root, request.dtype
     config: Any = require_plain(root, "source")
     detected = detect(read_folder(root))
-    is_policy = detected.head is not None and detected.head.role == "either"
     if detected.head is not None or detected.findings:
         planned = separate(detected, dtype=dtype, perform=request.perform)
     else:
@@ -284,8 +279,7 @@ def _model(request: Request) -> Work:
         max_shard_bytes=request.max_shard_bytes,
         wide=planned.facts.wide,
     )
-    head = detected if is_policy else None
-    return Work(**{**vars(planned), "plan": plan}, tokens=request.tokens, head=head)
+    return Work(**{**vars(planned), "plan": plan}, tokens=request.tokens)
 
 
 def _misfits(plan: Plan, facts: Model) -> Iterator[str]:
@@ -301,20 +295,11 @@ def _misfits(plan: Plan, facts: Model) -> Iterator[str]:
 
 def _adapter(request: Request) -> Work:
     """Plan the merge of a PEFT folder."""
-    root = request.source.root
-    folder = read_folder(root)
-    adapter = folder.adapter
-    assert adapter is not None
-    sign = folder.beside or may_have_head(folder.config, folder.adapter_config, folder.main)
-    if request.reward is not None or not sign:
-        return _merge(request, adapter, request.reward)
-    detected = detect(folder)
-    if detected.is_of_reward and request.base is not None:
-        return _merge(request, adapter, Reward(endings(root, request.base)))
-    if HEAD not in detected.folder.sources:
-        return _merge(request, adapter)
-    detected.require()
-    return replace(_merge(request, adapter), head=detected)
+    folder, reward = read_folder(request.source.root), request.reward
+    assert folder.adapter is not None
+    if reward is None and request.base is not None and detect(folder).is_of_reward:
+        reward = Reward(endings(folder.root, request.base))
+    return _merge(request, folder.adapter, reward)
 
 
 def _merge(request: Request, adapter: Adapter, reward: Reward | None = None) -> Work:

@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from tasks.audit.source import CONFIG
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
-from tasks.delivery.source import CONFIG
 from tasks.evaluation.model_folder import GENERATION_CONFIG, write_json
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import PROCESSORS, copy_side_file, side_files
 from tasks.weights.plan import Plan
 from tasks.weights.tokens.prove_ids import is_leading, misread
-from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
-from tasks.weights.tokens.vocabulary import vocabulary_of
+from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer, vocabulary_findings
 
 if TYPE_CHECKING:
     from tasks.delivery.plan import Work
@@ -55,7 +54,7 @@ class Tokens:
         """Yield the reasons why the tokenizer does not fit the planned embedding."""
         if self.facts is not None and work.facts.embedding:
             shapes = {op.name: op.shape for op in work.plan.ops}
-            yield from vocabulary_of(shapes, work.facts, self.facts, work.config).findings()
+            yield from vocabulary_findings(shapes, work.facts, self.facts)
 
     def stops(self, config: Mapping[str, Any]) -> list[int]:
         """Return the EOS ids of the tokenizer with its template, then the model's own."""
@@ -109,14 +108,9 @@ class Tokens:
         actual = "present" if served.template else "absent"
         same = served.template == self.facts.template
         yield Check("chat template", expected, actual, ok=same)
-        sizes = vocabulary_of(shapes, work.facts, served, config)
-        findings = list(sizes.findings())
-        yield Check(
-            "tokenizer fits the embedding",
-            f"a row for each of at most {sizes.rows} ids",
-            findings[0] if findings else str(sizes),
-            ok=not findings,
-        )
+        wrong = next(vocabulary_findings(shapes, work.facts, served), "")
+        expected, sizes = "a row for each id", f"{served.rows} ids, {rows} rows"
+        yield Check("tokenizer fits the embedding", expected, wrong or sizes, ok=not wrong)
 
 
 def _served_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -6,9 +6,8 @@
         metrics = read_responses(measured, None, None)
 
 prompts         held-out conversations, raw texts, pairs, probes
-serve           prompt a served folder in vLLM or transformers
+serve           prompt a served folder in vLLM or transformers, and compare it with the trained one
 serve_http      the same with `vllm serve` or llama.cpp, which is verified as a running server
-smoke           serve a model and compare it with the trained one (`tasks/smoke_eval.py`)
 checks          one function for each check of a smoke test
 responses       write responses to files, and compute their metrics
 measuring       compare the output of gather, merge or convert with the trained model

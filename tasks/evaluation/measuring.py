@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check
+from tasks.core.terminal import command
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.drift.verdict import (
     KERNEL,
@@ -27,8 +28,7 @@ from tasks.drift.verdict import (
 from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer, Score
 from tasks.pipeline.stage import StageReport
-from tasks.weights.plan import Plan
-from tasks.weights.written import Executed
+from tasks.weights.plan import Executed, Plan
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT
 
 Explain = Callable[[ModelRef, ModelRef, Sequence[Sequence[int]], str], str]
@@ -157,3 +157,23 @@ def stage_report(
         model = model or ModelRef(out, dtype=computing_dtype_of(out), attn_implementation=attention)
         drift, verdicts = measuring.take(model, out)
     return replace(report, checks=(*checks, *verdicts), drift=drift)
+
+
+def values_read(plan: Plan, done: Executed) -> list[Check]:
+    """Check that all values that were read are finite; tensors copied by their hash are not."""
+    checks = []
+    for op in plan.ops:
+        written = done.tensors[op.name]
+        if op.kind == "compute" or written.all_zero is not None:
+            check = finite(f"values of {op.name}", written.nonfinite)
+            if check.ok and written.changed is not None:
+                check = replace(check, found=f"finite, {written.changed:.2%} of elements changed")
+            checks.append(check)
+    return checks
+
+
+def finite(name: str, bad: int) -> Check:
+    """Check that a tensor has no element that is not finite."""
+    hint = f"an input has them, or a sum overflows: {command('audit')} <input> values=true"
+    text = f"{bad} elements not finite" if bad else "finite"
+    return Check(name, "finite", text, ok=not bad, hint=hint)

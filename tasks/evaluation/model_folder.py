@@ -44,17 +44,6 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a tokenizer, and of a vision-language model's processors, in a folder.
-
-    Raises ArtifactError if there are none.
-    """
-    files = side_files(folder, (*TOKENIZER, *PROCESSORS))
-    if not files:
-        raise ArtifactError(f"{folder}: no tokenizer files")
-    return files
-
-
 @dataclass(frozen=True)
 class Trained:
     """The record that training left: `train.json` and `config.json` of its artifact."""
@@ -105,7 +94,8 @@ class Trained:
 
     def copy_side_files(self, out: Path, *, config: bool) -> None:
         """Copy the tokenizer and generation config of training into `out`."""
-        for path in [*tokenizer_files(self.root / "tokenizer"), self.root / GENERATION_CONFIG]:
+        files = side_files(self.root / "tokenizer", (*TOKENIZER, *PROCESSORS))
+        for path in (*files, self.root / GENERATION_CONFIG):
             copy_side_file(path, out / path.name)
         if config:
             write_json(out / CONFIG, self.config)

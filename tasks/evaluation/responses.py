@@ -19,8 +19,7 @@ import numpy as np
 from tasks.evaluation.model_folder import computing_dtype_of, context_of
 from tasks.evaluation.prompts import Side, answer_of
 from tasks.evaluation.scoring import ModelRef
-from tasks.evaluation.serve import Responses
-from tasks.evaluation.smoke import Measured
+from tasks.evaluation.serve import Measured, Responses
 from tasks.rl.user_code import EVAL, FunctionReference
 from tasks.serving.prompts import Chat, chat, exact_match, is_degenerate, matches, question_of
 

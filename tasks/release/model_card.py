@@ -28,8 +28,13 @@ def write_card(folder: Path, text: str) -> bool:
     entry = {"size": len(data), "blake3": str(blake3(data).hexdigest())}
     if document.get("card") == entry:
         return False
-    listed = json.dumps({**document, "card": entry}, indent=1, sort_keys=True) + "\n"
-    for name, content in ((CARD, data), (MANIFEST, listed.encode())):
+    without = {key: value for key, value in document.items() if key != "card"}
+    before, after = (
+        (json.dumps(each, indent=1, sort_keys=True) + "\n").encode()
+        for each in (without, without | {"card": entry})
+    )
+    # A card that is not listed is no fault, so that a folder is intact after each of the renames.
+    for name, content in ((MANIFEST, before), (CARD, data), (MANIFEST, after)):
         partial = folder / f".{name}.tmp"
         partial.write_bytes(content)
         flush(partial)

@@ -40,6 +40,7 @@ from tasks.serving.vllm.colocation import (
     KEY_VARIABLE,
     Colocation,
     Generated,
+    why_not_started,
     words,
 )
 from tasks.serving.vllm.job import environment
@@ -277,11 +278,11 @@ class Fleet:
             except EndedError:
                 tail = server.last_lines()
                 ended = "ended" if server.child.poll() is not None else "is not ready in time"
+                reason, hint = why_not_started(tail)
                 raise TrainingError(
-                    f"a rollout server {ended}: {tail[-1] if tail else ''}",
+                    f"a rollout server {ended}: {reason}",
                     details=[*tail, f"log: {logs / f'rollout-server-{number}.log'}"],
-                    hint="more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory="
-                    "<share> on a GPU; or rollout=vllm",
+                    hint=hint,
                 ) from None
 
     def _start(self, gpus: Sequence[str], threads: int, log_path: Path) -> None:

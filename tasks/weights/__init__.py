@@ -9,13 +9,12 @@
 
 files/, pickled/, quantized/              readers: all return `Tensors`
 zero.py, distributed.py, shards.py        checkpoints of DeepSpeed, torch.distributed, our ranks
-lora.py, lora_config.py, pairing.py       PEFT adapters: changes, settings, pairing with a model
+lora.py, lora_config.py                   PEFT adapters: settings, pairs, changes of a model
 model.py, model_class.py, mapping.py      a model in memory, and its tensors on disk
-heads.py                                  value and reward heads: find, split, convert
+heads.py                                  value and reward heads: find, leave out, convert
 plan.py, merge.py, gather.py              plans of output tensors, checked from headers alone
-write.py, compute.py, native/, written.py  run a plan with bounded memory; what was counted
+write.py, compute.py, native/             run a plan with bounded memory
 expected.py, proof.py                     merged values by other code: of ours, and any tool's
-perform.py                                work that needs torch, here or in a warm child process
 tokens/                                   tokenizer, vocabulary, chat template
 
 Imports no trainer, no Prefect and no MLflow; torch only where numbers are computed.

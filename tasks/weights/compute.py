@@ -36,12 +36,12 @@ from tasks.weights.plan import (
     Op,
     Rows,
     Term,
+    Written,
     matrix_shape,
     operands,
     row_blocks,
 )
 from tasks.weights.rounding import GRIDS, row_keys, unbiased
-from tasks.weights.written import Written
 
 if TYPE_CHECKING:
     import torch
@@ -76,10 +76,10 @@ def memory(op: Op, sources: Sources) -> int:
         return 0
     if (term := _kernel_term(op, sources)) is not None:
         return _size_of_a(term, sources)
-    full = op.is_decoded or op.transpose
+    is_full = op.is_decoded or op.transpose
     names = (name for term in op.terms for name in operands(term))
     numbers = sum(prod(tensor_of(name, sources).shape) for name in names)
-    return 4 * (numbers + (2 * prod(op.read_shape) if full else 0))
+    return 4 * (numbers + (2 * prod(op.read_shape) if is_full else 0))
 
 
 def opened(op: Op, sources: Sources) -> Reader:
@@ -99,7 +99,7 @@ def source_bytes(op: Op) -> int:
 def _compute(op: Op, sources: Sources, written: Written) -> Blocks:
     import torch
 
-    operand, changed = cache(partial(_operand, sources=sources)), 0
+    operand, changed = cache(partial(full, sources=sources)), 0
     for first, block in _blocks(op, sources):
         before = block.to(torch.float32)
         # Copied, because terms work in place and `before` is compared below.
@@ -184,8 +184,8 @@ def _full_tensor(op: Op, sources: Sources) -> torch.Tensor:
     return as_trained(loaded, op.quantization)  # not rounded to the dtype on disk
 
 
-def _operand(name: str, sources: Sources) -> torch.Tensor:
-    """Return an adapter tensor as a whole, in fp32."""
+def full(name: str, sources: Sources) -> torch.Tensor:
+    """Return the tensor "<input>:<key>" as a whole, in fp32."""
     import torch
 
     info = tensor_of(name, sources)

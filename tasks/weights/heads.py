@@ -4,7 +4,6 @@
     detected.head.weight                            "model:v_head.summary.weight"
     detected.findings                               why the head is missing or cannot be used
     planned = separate(detected, dtype="bfloat16")  the model to serve, from a full model
-    write_value_head(detected, elsewhere)           the head of a policy
 
 A head is one linear layer from the last hidden state to one number:
 
@@ -15,8 +14,8 @@ A head is one linear layer from the last hidden state to one number:
     transformers    score.weight of a *ForSequenceClassification          reward
     peft            the same in an adapter, by `modules_to_save`          reward
 
-A policy loses its value head: vLLM loads every weight file of a folder and fails on
-`v_head.summary.weight`, but training needs the head to continue.
+A policy loses its value head, which only training needs: vLLM loads every weight file of a folder
+and fails on `v_head.summary.weight`.
 
 A reward model becomes `*ForSequenceClassification` with one label. A score is the head's output at
 the last token, as before. config.json stores the settings that have no tensor:
@@ -53,9 +52,8 @@ from tasks.weights.files.reader import read_checkpoint, read_header
 from tasks.weights.files.tensors import Sources, Tensor, Tensors, read_all
 from tasks.weights.lora import Adapter, read_adapter
 from tasks.weights.mapping import Shapes
-from tasks.weights.model import Model, model_facts
+from tasks.weights.model import Model, Perform, model_facts, perform
 from tasks.weights.model_class import read_config
-from tasks.weights.perform import Perform, perform
 from tasks.weights.pickled.torch_file import MODEL as PICKLED
 from tasks.weights.pickled.torch_file import is_pickled_model, read_model, read_state
 from tasks.weights.plan import Plan, Planned, as_is
@@ -140,31 +138,6 @@ def read_folder(root: Path) -> HeadFolder:
         sources[HEAD] = read_header(path).tensors if plain else read_state(path)
     adapter_config = read_json(root / "adapter_config.json") if is_adapter else None
     return HeadFolder(root, config, adapter_config, sources, beside, adapter)
-
-
-_HEAD_KEY = re.compile(rf"(^|\.)({'|'.join(HEAD_MODULES)})\.|^({'|'.join(BUFFERS)})$")
-_HEAD_FIELDS = ("value_head_prefix", "normalize_reward", *BUFFERS)
-_LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-
-
-def may_have_head(
-    config: Mapping[str, Any], adapter: Mapping[str, Any] | None, tensors: Tensors
-) -> bool:
-    """Return False for a plain language model or its adapter, where `detect` finds nothing.
-
-    `adapter` is adapter_config.json. Files beside the weights are another sign of a head.
-    """
-    settings = adapter or {}
-    listed = [settings.get(key) for key in ("modules_to_save", "target_modules")]
-    modules = [name for names in listed if isinstance(names, list) for name in names]
-    return (
-        any(field in config for field in _HEAD_FIELDS)
-        or not all(name.endswith(_LANGUAGE) for name in architectures(config))
-        or settings.get("task_type") == "SEQ_CLS"
-        or bool(settings.get("auto_mapping"))
-        or any(name in HEAD_MODULES for name in modules)
-        or any(_HEAD_KEY.search(key) for key in tensors)
-    )
 
 
 @dataclass(frozen=True)
@@ -471,8 +444,8 @@ def separate(detected: Detected, *, dtype: str, perform: Perform = perform) -> P
             if bias := _read_scalar(folder.main[key], key):
                 how = Normalisation((how.mean or 0.0) - bias, how.std or 1.0)
     else:
-        apart = "the value head: kept apart, in value_head.safetensors"
-        left_out = dict.fromkeys((*head.sources, *how.buffers), apart)
+        why = "the value head, which only training needs: it stays in SOURCE"
+        left_out = dict.fromkeys((*head.sources, *how.buffers), why)
     # The model's tensors without TRL's prefix; the head comes last, as `score.weight`.
     whole = as_is(folder.main, MODEL).ops
     score = head.weight if is_reward else ""
@@ -575,23 +548,3 @@ def reward_base(
         tensors[SCORE] = Tensor((1, hidden), of_base)
     disk = {key: tuple(info.shape) for key, info in tensors.items()}
     return tensors, *perform(reward_facts, config, dtype, disk)
-
-
-def write_value_head(detected: Detected, out: Path) -> tuple[str, ...]:
-    """Write `value_head.safetensors`, which TRL and LLaMA-Factory read.
-
-    Returns the keys of its tensors; their bytes are those of the source. Raises ContractError for
-    a head with NaN or infinity.
-    """
-    from tasks.weights.write import write
-
-    head, folder = detected.require(), detected.folder
-    source = folder.sources[head.weight.partition(":")[0]]
-    keys = ("v_head.summary.weight", "v_head.summary.bias")
-    names = zip(keys, head.sources, strict=False)
-    part = {key: source[name.partition(":")[2]] for key, name in names}
-    done = write(as_is(part, HEAD), {HEAD: part}, out, "value_head", scan=True)
-    for name, written in done.tensors.items():
-        if written.nonfinite:
-            raise ContractError(f"{folder.root}: {name}: {written.nonfinite} elements not finite")
-    return tuple(part)

@@ -30,15 +30,13 @@ from tasks.weights.heads import (
     reward_base,
     reward_config,
 )
-from tasks.weights.lora import Adapter, Changes, changes, require_values
+from tasks.weights.lora import INPUT, Adapter, Changes, changes, require_values
 from tasks.weights.mapping import Slot
-from tasks.weights.model import CONV1D, Model, model_facts
-from tasks.weights.pairing import INPUT
-from tasks.weights.perform import Perform, perform
+from tasks.weights.model import CONV1D, Model, Perform, model_facts, perform
 from tasks.weights.plan import LowRank, Op, Plan, Planned, Shape, Term, plain_op, with_output
-from tasks.weights.quantized.source import open_model
+from tasks.weights.quantized.packed import open_model
 from tasks.weights.rounding import Rounding
-from tasks.weights.tokens.vocabulary import resized_config
+from tasks.weights.tokens.tokenizer import resized_config
 
 _SHOWN = 100
 BASE = "base"

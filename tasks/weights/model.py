@@ -13,10 +13,10 @@ a `Perform`, where a warm process can answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from tasks.core.contract import Expected
 from tasks.weights.files.documents import read_json
@@ -27,7 +27,7 @@ from tasks.weights.mapping import Mapped, Shape, Shapes, Slot, default_layout, t
 from tasks.weights.model_class import meta_model, other_towers, oversized, quantized_names
 from tasks.weights.pickled.torch_file import is_pickled_model, read_model
 from tasks.weights.quantized.config_fields import is_decodable, without_quantization
-from tasks.weights.quantized.source import read_base
+from tasks.weights.quantized.packed import read_base
 
 LINEAR, CONV1D, EMBEDDING, OTHER = "linear", "conv1d", "embedding", "other"
 """Kinds of modules: "conv1d" is GPT-2's linear layer, weights (in, out)."""
@@ -301,3 +301,24 @@ def _modules(shapes: Shapes) -> Iterator[tuple[str, str]]:
         matrix = EMBEDDING if name == _EMBEDDING else LINEAR
         if name.endswith(".weight"):
             yield ".".join(parts), matrix if len(shape) == 2 else OTHER
+
+
+# Where such work is done.
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
+
+
+class Perform(Protocol):
+    """Calls a module-level function here, or in a warm child process that has torch imported.
+
+    Arguments and result can be pickled. Importing torch and transformers takes 10 s, the work
+    itself often milliseconds: `ReferenceScorer.perform` calls in the child, `perform` here.
+    """
+
+    def __call__(self, function: Callable[[*Arguments], T], *arguments: *Arguments) -> T: ...
+
+
+def perform(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
+    """Call the function in this process."""
+    return function(*arguments)

@@ -12,10 +12,10 @@ execution; only disks can. Dtypes are safetensors names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from math import prod
+from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.core.contract import describe
@@ -377,3 +377,58 @@ def _extent_findings(op: Op, tensor: Tensor) -> Iterator[str]:
     # The files of a packed matrix hold 4 bits for an element, and scales.
     if op.packed is None and tensor.nbytes != size * ITEM_BITS[tensor.dtype] // 8:
         yield f"{op.source}: {stored}, but its files hold {tensor.nbytes} bytes"
+
+
+# What was written.
+
+
+@dataclass
+class Written:
+    """One written tensor; for the adapter's update D, the base W and the written tensor Q."""
+
+    file: str  # output file that holds it
+    checksum: str = ""  # BLAKE3 hash of its bytes
+    copied: bool = False  # linked or copied by the kernel, without reading it
+    nonfinite: int = 0  # number of NaN or infinite elements; also 0 if the values were not read
+    all_zero: bool | None = None  # None if the values were not inspected
+    # fraction of elements that the adapter changed; None if it has no terms for the tensor
+    changed: float | None = None
+    update: float = 0.0  # `<D, D>`
+    kept: float = 0.0  # `<Q - W, D>`: `update` if all is kept
+    nearest: float = 0.0  # the same for the sum rounded to nearest
+
+
+@dataclass(frozen=True)
+class Executed:
+    """Result of executing a plan."""
+
+    tensors: Mapping[str, Written]  # in the plan's order
+    linked: Sequence[str] = ()  # output files that are an input's file, linked or copied as a whole
+    written: int = 0  # bytes of tensor data that this process wrote; kernel copies do not count
+
+    @property
+    def hashes(self) -> dict[tuple[str, str], str]:
+        """Hash of every output tensor's bytes, by file and tensor, for `artifact.publish`."""
+        return {(each.file, name): each.checksum for name, each in self.tensors.items()}
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """Hash of every output tensor's bytes, by name."""
+        return {name: each.checksum for name, each in self.tensors.items()}
+
+    @property
+    def changed(self) -> dict[str, Written]:
+        """The tensors that the adapter changes, by name."""
+        return {name: each for name, each in self.tensors.items() if each.changed is not None}
+
+    def kept(self) -> tuple[float, float] | None:
+        """Return the shares of the update that the output keeps, and that nearest would keep.
+
+        None if nothing was changed, or elements are not finite, which fails checks of their own.
+        """
+        changed = self.changed.values()
+        update = sum(each.update for each in changed)
+        if not update or not isfinite(update):
+            return None
+        kept = sum(each.kept for each in changed) / update
+        return (kept, sum(each.nearest for each in changed) / update) if isfinite(kept) else None

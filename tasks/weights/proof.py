@@ -49,7 +49,7 @@ from tasks.weights.files.tensors import Sources, Tensor, Tensors, read_all
 from tasks.weights.heads import detect, read_folder
 from tasks.weights.lora import read_adapter
 from tasks.weights.merge import BASE, Reward, plan_adapter
-from tasks.weights.perform import Perform, perform
+from tasks.weights.model import Perform, perform
 from tasks.weights.plan import Op, Plan, Planned, is_dora, matrix_shape
 from tasks.weights.quantized.packed import LEVELS
 from tasks.weights.rounding import GRIDS
@@ -175,7 +175,7 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
     """
     folder, config = read_folder(adapter), read_json(base / "config.json")
     return plan_adapter(
-        read_adapter(adapter, beside=folder.beside),
+        folder.adapter or read_adapter(adapter),
         base,
         config,
         model_dtype="bfloat16",
@@ -189,10 +189,7 @@ class State(StrEnum):
     """Result of the comparison of one tensor."""
 
     RIGHT = "right"
-    LEFT_OUT = "left out"
-    TWICE = "merged twice"
-    SCALED = "scaled wrongly"
-    CHANGED = "changed otherwise"
+    WRONG = "wrong"
     MISSING = "not there"
     NOT_COMPARED = "not compared"
 
@@ -205,9 +202,8 @@ _FLOOR = 2.0**-24
 _DORA_ULPS, _ROUNDED_TWICE_ULPS = 4.0, 2.0
 _PRODUCT_BITS = 9
 """Least precision of a product in an fp32 merge: GPUs may multiply in TF32 (10 bits)."""
-_EXCEPT, _NEAR = 0.005, 0.03
-"""Share of elements that a mistake may leave unexplained (values between two 4-bit levels), and
-distance of a factor from 0 or 2 that is those."""
+_EXCEPT = 0.005
+"""Share of elements that a base in 4 bits may leave unexplained: values between two levels."""
 _PACKED, _PACKED_SCALE_ERROR = 64, 0.08
 """Elements that share a scale in bitsandbytes' 4 bits, and the largest relative error of a scale in
 8 bits."""
@@ -277,7 +273,6 @@ class Verdict:
     name: str  # key in the merged model
     state: State
     touched: bool  # the adapter changes it
-    scale: float = 1.0  # factor by which the change was added, if that is the fault
     dequantized: bool = False  # its base was quantized to 4 bits and dequantized
     sums: Sums | None = None  # None if it was not compared
     note: str = ""  # why it was not compared, or a difference that is not wrong
@@ -342,7 +337,7 @@ def prove_merge(
 
 
 def _verdict(op: Op, sources: Sources, merged: Tensors) -> Verdict:
-    """Compare one tensor, and diagnose it if it is wrong."""
+    """Compare one tensor."""
     touched = bool(op.terms) or op.input != BASE
     stored = merged.get(op.name)
     if stored is None:
@@ -362,30 +357,14 @@ def _verdict(op: Op, sources: Sources, merged: Tensors) -> Verdict:
         op = replace(op, shape=(rows, *op.shape[1:]))
     with Values(stored, op.shape) as values:
         sums = compare(op, sources, values)
-        state, scale, packed = State.RIGHT, 1.0, False
-        if sums.beyond or not sums.is_once(DORA_MARGIN if is_dora(op) else SCALE_MARGIN):
-            state, scale, packed = _diagnosis(op, sources, values, sums)
-    return Verdict(op.name, state, touched, scale, packed, sums, note)
-
-
-def _diagnosis(op: Op, sources: Sources, values: Values, sums: Sums) -> tuple[State, float, bool]:
-    """Return what is wrong with a tensor, the factor on its change, and if its base is 4-bit."""
-    if op.terms and sums.same:
-        return State.LEFT_OUT, 1.0, False
-    factors = (1.0, 0.0, 2.0) if op.terms else (1.0,)
-    guesses = [(scale, True) for scale in factors] if _may_be_packed(op) else []
-    if op.terms and abs(sums.kept_share - 1.0) > SCALE_MARGIN:
-        guesses.append((sums.kept_share, False))
-    for scale, packed in guesses:
-        guess = compare(op, sources, values, scale=scale, packed=packed)
-        if not guess.is_once(SCALE_MARGIN) or guess.beyond > _EXCEPT * guess.elements:
-            continue
-        if abs(scale - 1.0) <= SCALE_MARGIN:
-            return State.RIGHT, scale, packed
-        if abs(scale) <= _NEAR:
-            return State.LEFT_OUT, scale, packed
-        return State.TWICE if abs(scale - 2.0) <= _NEAR else State.SCALED, scale, packed
-    return State.CHANGED, 1.0, False
+        packed, right = False, sums.is_once(DORA_MARGIN if is_dora(op) else SCALE_MARGIN)
+        if not (right := right and not sums.beyond) and _may_be_packed(op):
+            guess = compare(op, sources, values, packed=True)
+            few = guess.beyond <= _EXCEPT * guess.elements
+            same = bool(op.terms) and sums.same
+            right = packed = few and guess.is_once(SCALE_MARGIN) and not same
+    state = State.RIGHT if right else State.WRONG
+    return Verdict(op.name, state, touched, packed, sums, note)
 
 
 def _common_rows(op: Op, shape: Sequence[int]) -> int:
@@ -408,22 +387,18 @@ def _may_be_packed(op: Op) -> bool:
     return min(rows, columns) > 1 and whole
 
 
-def compare(
-    op: Op, sources: Sources, merged: Values, *, scale: float = 1.0, packed: bool = False
-) -> Sums:
+def compare(op: Op, sources: Sources, merged: Values, *, packed: bool = False) -> Sums:
     """Compare all rows with a merge in any arithmetic, in fp32, a few MB at a time.
 
-    Args:
-        scale: factor on the change; 1 for a right merge.
-        packed: True to compare with a base that was quantised to 4 bits and dequantised.
+    `packed` compares with a base that was quantised to 4 bits and dequantised.
     """
-    touched, exact = bool(op.terms), scale == 1.0 and not packed
+    touched = bool(op.terms)
     stored = op.source_dtype if op.packed is None else DTYPE_NAMES.get(op.packed["dtype"], "F32")
     narrowed = MANTISSA[merged.grid] < MANTISSA[stored]
     coarse = merged.grid if narrowed else stored
     sums = Sums()
     for block in blocks(op, sources):
-        base, change = block.base, block.change * np.float32(scale)
+        base, change = block.base, block.change
         values = merged.rows(block.first, block.first + len(base))
         if packed:
             base = rounded(_through_nf4(base, values - change), coarse)
@@ -432,14 +407,14 @@ def compare(
         sums.elements += values.size
         sums.same = sums.same and np.array_equal(values, near)
         if touched:
-            sums.exact.add(block.change, np.nan_to_num(values - base) - change)
+            sums.exact.add(change, np.nan_to_num(values - base) - change)
             sums.nearest.add(nearest - near, np.nan_to_num(values - nearest))
-        wanted = nearest if exact or not touched else base + change
+        wanted = base + change if packed and touched else nearest
         at = ~(values == wanted)
         if at.any():
             bound = np.full(np.count_nonzero(at), _FLOOR)
-            if not exact or touched or merged.grid != stored:
-                ulps = _ROUNDED_TWICE_ULPS if narrowed or not exact else 1.0
+            if packed or touched or merged.grid != stored:
+                ulps = _ROUNDED_TWICE_ULPS if narrowed or packed else 1.0
                 ulps = max(ulps, _DORA_ULPS) if is_dora(op) else ulps
                 size = np.maximum(np.abs(base), np.abs(base + change))[at]
                 bits = min(MANTISSA.get(op.dtype, 23), MANTISSA[stored], _PRODUCT_BITS)

@@ -40,8 +40,7 @@ from tasks.weights.files.documents import artifact_name
 from tasks.weights.files.dtypes import ITEM_BITS, cast
 from tasks.weights.files.reader import WEIGHTS, read_header
 from tasks.weights.files.tensors import Sources, tensor_of, write_at
-from tasks.weights.plan import Op, Plan, validate
-from tasks.weights.written import Executed, Written
+from tasks.weights.plan import Executed, Op, Plan, Written, validate
 
 MAX_WORKERS = 16
 LARGE = 32 << 20

@@ -12,8 +12,7 @@ import pytest
 from tasks.audit.run import audit
 from tasks.core.errors import ConfigError, DriftError
 from tasks.delivery.base import find_base
-from tasks.delivery.examination import require_base
-from tasks.delivery.source import recognise
+from tasks.delivery.source import recognise, require_base
 from tasks.drift.fingerprint import Fingerprint, require_informative
 from tests.audit.making import (
     Arrays,

@@ -16,9 +16,8 @@ from tasks.audit.checks.exports import read_gguf
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.delivery.base import BaseChoice
-from tasks.delivery.examination import examine
 from tasks.delivery.plan import Request, prepare
-from tasks.delivery.source import recognise
+from tasks.delivery.source import examine, recognise
 from tasks.delivery.tokens import Tokens
 from tasks.weights.mapping import default_layout
 from tests.audit.corpus import Broken, Corpus

@@ -12,7 +12,7 @@ import pytest
 from tasks.audit.checks.templates import EOS, read_template
 from tasks.audit.run import audit
 from tasks.core.errors import ConfigError
-from tasks.delivery.examination import require_own_ids
+from tasks.delivery.source import require_own_ids
 from tasks.weights.tokens.prove_ids import misread
 from tests.audit.making import codes, edit_json, make_model, tensors
 from tests.tiny import TEMPLATE, save_tokenizer

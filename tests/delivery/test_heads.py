@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tasks.audit.run import audit
 from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
-from tests.delivery.making import TARGETS, Tensors, base_of, differing
+from tests.delivery.making import TARGETS, base_of, differing
 from tests.tiny import save_tokenizer
 from tests.weights.heads import causal, classifier, head_tensors, rewards, save_trl, scores
 from tests.weights.making import near, quiet, save, state_of, train
@@ -24,14 +24,10 @@ SAME = "convert.dtype=float32"
 BASE = "merge.base=original"
 
 
-def head_artifact(done: Done, tmp_path: Path) -> Tensors:
-    """Return the artifact with the value head, and check that OUT has no part of it."""
-    (stage,) = (entry for entry in done.summary["stages"] if entry["name"] == "value_head")
-    folder = Path(stage["artifact"])
-    assert folder.is_relative_to(tmp_path / "runs" / "artifacts" / "value_head")
-    assert not [path.name for path in (tmp_path / "out").iterdir() if "head" in path.name]
-    assert not [name for name in state_of(tmp_path / "out") if "v_head" in name]
-    return load_file(folder / "value_head.safetensors")
+def without_head(out: Path) -> bool:
+    """Return True if no file of OUT has a value head, on which vLLM fails."""
+    beside = [path.name for path in out.iterdir() if "head" in path.name]
+    return not beside and not [name for name in state_of(out) if "v_head" in name]
 
 
 def reward_adapter(tmp_path: Path, family: str, heads: int = 4) -> tuple[Path, Path, Any]:
@@ -71,11 +67,11 @@ def test_an_adapter_with_a_value_head_beside_it(here: Run, tmp_path: Path) -> No
     adapter = save(wrapped, tmp_path / "adapter")
     torch.save(head_tensors(), adapter / "value_head.bin")
     done = here(f"source={adapter}", f"base={base}", BASE, SAME)
-    assert done.stages == ["audit", "merge", "convert", "value_head"]
+    assert done.stages == ["audit", "merge", "convert"]
     with quiet():
         merged = wrapped.merge_and_unload().state_dict()
     assert differing(state_of(tmp_path / "out"), merged) == []
-    assert differing(head_artifact(done, tmp_path), head_tensors()) == []
+    assert without_head(tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -35,6 +35,20 @@ def test_the_manifest_covers_the_card(tmp_path: Path) -> None:
     assert verify(made) == ["README.md: missing"]
 
 
+def test_a_card_is_rewritten_without_a_moment_of_damage(tmp_path: Path, monkeypatch) -> None:
+    """A run that is killed between two renames leaves an intact artifact."""
+    made, rename = served(tmp_path), Path.rename
+    assert write_card(made.path, TEXT)
+
+    def renamed(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        assert verify(made) == []
+        return moved
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert write_card(made.path, TEXT.replace("sft", "dpo"))
+
+
 def test_the_header_is_the_hubs(tmp_path: Path) -> None:
     data = ModelCard(TEXT).data
     assert (data.base_model, data.license, data.tags) == ("a/b", "mit", ["plumbline"])

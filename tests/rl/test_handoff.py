@@ -23,8 +23,7 @@ from tasks.rollout_base import rollout_base
 from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft
 from tasks.training.model.build import lora_config
-from tasks.weights.model import Model, facts_of
-from tasks.weights.perform import perform
+from tasks.weights.model import Model, facts_of, perform
 from tests.rl.making import alone
 from tests.settings import Rollout, Settings
 from tests.tiny import tiny

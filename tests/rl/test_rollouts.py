@@ -13,7 +13,7 @@ import pytest
 from tasks.core.errors import StageProcessError
 from tasks.rollout_base import rollout_base
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.weights.perform import perform
+from tasks.weights.model import perform
 from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Loop, Settings
 from tests.tiny import make_tokenizer, save_base

@@ -18,7 +18,7 @@ import pytest
 from tasks.core.errors import ArtifactError, PlumblineError, TrainingError
 from tasks.serving import rollout_servers
 from tasks.serving.rollout_servers import Fleet, RefusedError, RemoteServer, request_body
-from tasks.serving.vllm.colocation import Colocation
+from tasks.serving.vllm.colocation import Colocation, why_not_started
 from tests.answering import Reply, answering
 from tests.settings import Rollout
 
@@ -150,3 +150,13 @@ def test_a_server_that_hangs_is_named_by_the_time_limit(start: Any) -> None:
     fake = start(lambda number, _: time.sleep(2.0) if number == 3 else None)
     with pytest.raises(TrainingError, match="[1-8] of 8"):
         sample(fleet_of(fake, timeout_s=0.5), 8)
+
+
+def test_the_engines_own_error_comes_first() -> None:
+    """More memory is advised only where the engine lacks it."""
+    last = "RuntimeError: Engine core initialization failed. See root cause above."
+    wrong = ["INFO: starts", "ERROR [core.py:1] ValueError: Unknown quantization: x", last]
+    assert why_not_started(wrong) == ("ValueError: Unknown quantization: x", "")
+    reason, hint = why_not_started(["ValueError: 9 GiB KV cache is needed", last])
+    assert reason.startswith("ValueError: 9 GiB")
+    assert "kv_cache_gib" in hint

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tasks.core.contract import require
+from tasks.evaluation.measuring import finite
 from tasks.weights.heads import Detected, separate
 from tasks.weights.write import write
-from tasks.weights.written import finite
 from tests.audit.making import edit_json
 from tests.tiny import SIZES, random_model, save_tokenizer, tiny
 from tests.weights.making import load, quiet

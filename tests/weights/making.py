@@ -35,15 +35,13 @@ from tasks.serving.reference.measure import fingerprint
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.lora import changes, read_adapter, require_values
 from tasks.weights.merge import merged_config, plan_adapter, plan_merge
-from tasks.weights.model import model_facts
+from tasks.weights.model import model_facts, perform
 from tasks.weights.model_class import auto_class
-from tasks.weights.perform import perform
-from tasks.weights.plan import Plan, Planned
+from tasks.weights.plan import Executed, Plan, Planned
 from tasks.weights.proof import recompute
 from tasks.weights.quantized.nf4 import as_trained
 from tasks.weights.shards import rank_file
 from tasks.weights.write import parse_size, write
-from tasks.weights.written import Executed
 from tests.tiny import FAMILIES, random_model, save_tokenizer, tiny
 
 Tensors = dict[str, torch.Tensor]

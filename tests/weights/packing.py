@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.weights.plan import as_is
-from tasks.weights.quantized.source import read_base
+from tasks.weights.quantized.packed import read_base
 from tasks.weights.write import write
 from tests.weights.making import state_of
 

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ArtifactError, ContractError, PlumblineError
-from tasks.weights.lora import changes, read_adapter, require_values
+from tasks.weights.lora import Pairing, changes, read_adapter, require_values
 from tasks.weights.lora_config import parse_config
 from tasks.weights.model import Model, live_model
 from tasks.weights.model_class import auto_class
-from tasks.weights.pairing import Pairing
 from tests.tiny import FAMILIES, FUSED, random_model
 from tests.weights.making import Tensors, altered, merge, quiet, save, state_of, train
 

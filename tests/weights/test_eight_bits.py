@@ -18,8 +18,8 @@ from tasks.serving.reference.load import load_model
 from tasks.serving.reference.requests import ModelRef
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.model import model_facts
-from tasks.weights.plan import Op, Plan
-from tasks.weights.quantized.packed import decoded
+from tasks.weights.plan import Executed, Op, Plan
+from tasks.weights.quantized.packed import decoded, read_base
 from tasks.weights.quantized.quantize import (
     SCHEMES,
     left_alone,
@@ -28,9 +28,7 @@ from tasks.weights.quantized.quantize import (
     quantized_contract,
     quantized_plan,
 )
-from tasks.weights.quantized.source import read_base
 from tasks.weights.write import write
-from tasks.weights.written import Executed
 from tests.weights.making import load, make_base, save_base, state_of
 from tests.weights.packing import FP8, decode_all, same, scale_fp8
 

@@ -23,7 +23,7 @@ from tasks.weights.files.names import live_to_peft, parse_peft, rename_all
 from tasks.weights.files.reader import read_checkpoint, read_header
 from tasks.weights.files.tensors import Tensors, read_all
 from tasks.weights.pickled.torch_file import is_pickled_model, read_model
-from tasks.weights.quantized.source import open_model
+from tasks.weights.quantized.packed import open_model
 from tests.tiny import tiny
 
 ARRAYS = {

@@ -26,8 +26,7 @@ from tasks.weights.quantized.nf4 import (
     as_trained,
     lost_in_4_bits,
 )
-from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS, STATE
-from tasks.weights.quantized.source import read_base
+from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS, STATE, read_base
 from tasks.weights.write import write
 from tests.tiny import FAMILIES, random_model, save_tokenizer
 from tests.weights.making import (

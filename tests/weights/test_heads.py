@@ -1,4 +1,4 @@
-"""Policies are split from their value head; reward models of every dialect keep their scores."""
+"""Policies lose their value head; reward models of every dialect keep their scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ContractError
-from tasks.weights.heads import detect, read_folder, write_value_head
+from tasks.weights.heads import detect, read_folder
 from tasks.weights.lora import read_adapter
 from tasks.weights.merge import Reward, plan_adapter
 from tasks.weights.write import write
@@ -37,14 +37,9 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "pretrained_model."])
-def test_a_trl_policy_and_its_head_are_split(tmp_path: Path, prefix: str) -> None:
+def test_a_trl_policy_without_its_head(tmp_path: Path, prefix: str) -> None:
     model = making.save_trl(tmp_path / "ppo", "llama", prefix=prefix)
-    (head := tmp_path / "head").mkdir()
     convert(tmp_path / "ppo", tmp_path / "policy")
-    write_value_head(detect(read_folder(tmp_path / "ppo")), head)
-    stored = load_file(head / "value_head.safetensors")
-    assert stored.keys() == head_tensors().keys()
-    assert all(torch.equal(stored[key], tensor) for key, tensor in head_tensors().items())
     with torch.no_grad():
         logits = load(tmp_path / "policy", torch.float32)(making.IDS).logits
         assert torch.equal(logits, model(making.IDS).logits)
@@ -69,10 +64,6 @@ def test_folders_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
     for folder, thing in (("mixed", "model.norm.weight"), ("empty", "ZeRO-3"), ("two", "two")):
         with pytest.raises(ContractError, match=thing):
             serve(detect(read_folder(tmp_path / folder)), tmp_path)
-    diverged = {name: torch.full_like(t, torch.nan) for name, t in head_tensors().items()}
-    save_file(diverged, side, metadata={"format": "pt"})
-    with pytest.raises(ContractError, match=r"v_head\.summary\.weight"):
-        write_value_head(detect(read_folder(tmp_path / "empty")), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tasks.core.contract import Check
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.perform import perform
+from tasks.weights.model import perform
 from tasks.weights.proof import Proof, State, planned, prove_merge
 from tasks.weights.quantized.nf4 import as_trained
-from tasks.weights.quantized.source import open_model
+from tasks.weights.quantized.packed import open_model
 from tasks.weights.write import write
 from tests.tiny import FAMILIES, random_model
 from tests.weights.making import NF4, failed, load, merged, merged_by_peft, save, state_of, train
@@ -130,7 +130,7 @@ def test_a_right_merge_is_proven_in_every_arithmetic(tmp_path, family, settings)
         assert abs(proof.scale - 1) < 1e-3
 
 
-FACTORS = [(1.0, State.RIGHT), (0.0, State.LEFT_OUT), (2.0, None)]
+FACTORS = [(1.0, State.RIGHT), (0.0, State.WRONG), (2.0, State.WRONG)]
 
 
 @pytest.mark.parametrize(("factor", "state"), FACTORS)
@@ -154,7 +154,7 @@ def test_a_light_adapter_in_a_dequantised_base(tmp_path, factor, state) -> None:
     shutil.copy(base / "config.json", tmp_path / "out")
     proof = prove(base, adapter, tmp_path / "out")
     states = {verdict.name: verdict.state for verdict in proof.verdicts if verdict.touched}
-    assert states.pop(key) is state if state else states.pop(key) is not State.RIGHT
+    assert states.pop(key) is state
     assert set(states.values()) == {State.RIGHT}
 
 
@@ -168,7 +168,7 @@ def test_a_single_wrong_number_and_a_missing_tensor_are_found(tmp_path: Path) ->
     tensors["v_head.weight"] = tensors.pop(Q_PROJ)
     save_file(tensors, path, metadata={"format": "pt"})
     proof = prove(base, adapter, tmp_path / "out")
-    changed = {O_PROJ: State.CHANGED, "model.norm.weight": State.CHANGED}
+    changed = {O_PROJ: State.WRONG, "model.norm.weight": State.WRONG}
     states = {verdict.name: verdict.state for verdict in proof.faults}
     assert states == {**changed, Q_PROJ: State.MISSING}
     assert [fault.sums.beyond for fault in proof.faults if fault.name in changed] == [1, 1]

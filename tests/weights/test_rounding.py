@@ -20,11 +20,10 @@ from tasks.weights.compute import _kernel_term
 from tasks.weights.expected import random_parts, round_with, small
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.native import MAX_RANK, Library, library
-from tasks.weights.plan import LowRank, Op, Plan
+from tasks.weights.plan import Executed, LowRank, Op, Plan
 from tasks.weights.proof import recompute
 from tasks.weights.rounding import row_keys, unbiased
 from tasks.weights.write import write
-from tasks.weights.written import Executed
 from tests.conftest import PROJECT
 from tests.weights.making import rounded_alike, state_of
 

@@ -19,7 +19,6 @@ from tasks.weights.heads import (
     HeadFolder,
     architectures,
     detect,
-    may_have_head,
 )
 
 _LABELS = 2
@@ -27,14 +26,8 @@ _LABELS = 2
 
 
 def may_have(source: Source) -> bool:
-    """Return True for a model or an adapter with known tensors and a sign of a head."""
-    return either(source) and bool(source.tensors) and source.once(_has_sign)
-
-
-def _has_sign(source: Source) -> bool:
-    adapter = source.config(ADAPTER_CONFIG) if source.is_adapter else None
-    beside = any(name in source.folder.files for name in _side_files(source))
-    return beside or may_have_head(source.config(), adapter, source.tensors)
+    """Return True for a model or an adapter with known tensors."""
+    return either(source) and bool(source.tensors)
 
 
 def _detected(source: Source) -> Detected:

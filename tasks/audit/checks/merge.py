@@ -62,7 +62,7 @@ def _changed(proof: Proof) -> tuple[int, list[Verdict]]:
     from tasks.weights.proof import State
 
     untouched = [verdict for verdict in proof.verdicts if not verdict.touched]
-    return len(untouched), [each for each in untouched if each.state is State.CHANGED]
+    return len(untouched), [each for each in untouched if each.state is State.WRONG]
 
 
 @also("WRONG_BASE", needs=(is_proven,))
@@ -85,18 +85,11 @@ def merge_wrong(source: Source) -> Iterator[Fault]:
 
     proof = _compared(source)
     count, changed = _changed(proof)
-    for state, meaning in (
-        (State.LEFT_OUT, "the base's values, although the adapter changes them"),
-        (State.TWICE, "the adapter was added twice"),
-        (State.SCALED, "a wrong scale"),
-        (State.CHANGED, "neither the merge nor the base"),
-        (State.MISSING, "missing"),
-    ):
-        wrong = [verdict for verdict in proof.of(state) if verdict not in changed]
-        if wrong:
-            scales = sorted({round(verdict.scale, 3) for verdict in wrong})
-            rest = f", {scales[0]} to {scales[-1]} times" if state is State.SCALED else ""
-            text = f"{meaning}{rest}: {len(wrong)} of {len(proof.verdicts)} tensors"
+    for state in (State.WRONG, State.MISSING):
+        if wrong := [verdict for verdict in proof.of(state) if verdict not in changed]:
+            times = sorted(each.sums.kept_share for each in wrong if each.sums is not None)
+            rest = f", with {times[0]:.3g} to {times[-1]:.3g} times the change" if times else ""
+            text = f"{state}{rest}: {len(wrong)} of {len(proof.verdicts)} tensors"
             yield Fault(text, "base + scale * B A", _file(source, wrong), _names(wrong))
     if changed:
         text = f"changed, and the adapter does not touch them: {len(changed)} of {count} tensors"
@@ -176,7 +169,7 @@ def may_plan(source: Source) -> bool:
 
 def _plan(source: Source) -> Planned | PlumblineError:
     """Plan the merge, here where transformers is loaded anyway, else in a child process."""
-    from tasks.weights.perform import perform
+    from tasks.weights.model import perform
     from tasks.weights.proof import planned
 
     run = perform if "transformers" in sys.modules else perform_apart
@@ -213,7 +206,7 @@ def no_merge(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def live_names(source: Source) -> Iterator[Fault]:
     """Names of modules in older versions of transformers."""
-    from tasks.weights.pairing import renamed_keys
+    from tasks.weights.lora import renamed_keys
 
     plan, pairs = source.once(_plan), source.once(adapter_keys).pairs
     if isinstance(plan, PlumblineError):

@@ -21,7 +21,7 @@ from tasks.audit.scan import differ, first_difference, same_header, scan
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.audit.tensor_names import embeddings_of
 from tasks.weights.files.dtypes import is_float, widened
-from tasks.weights.files.identity import base_mismatch
+from tasks.weights.files.folder import base_mismatch
 from tasks.weights.files.tensors import Reader, Tensor
 from tasks.weights.lora import FACTOR
 

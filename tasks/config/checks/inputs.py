@@ -14,7 +14,7 @@ from tasks.config.checks import Context
 from tasks.config.checks.memory import training_settings
 from tasks.core.errors import DataError, EmptySplitError, Finding
 from tasks.data.readers import FILE_KINDS, existing_file
-from tasks.delivery.examination import base_errors
+from tasks.delivery.source import base_errors
 from tasks.prepare import data_settings, prepare_data, source_identity
 from tasks.train import check_rows
 from tasks.weights.files.folder import CHAT_TEMPLATE

@@ -17,7 +17,7 @@ from tasks.rl.responses import Request
 from tasks.rl.rollout.policy import Policy, leads_node, memory_folder
 from tasks.rl.rollout.proof import Numbers, SyncProof
 from tasks.rl.settings import Online, Rollout, served_rank
-from tasks.serving.vllm.colocation import Colocation, Generated
+from tasks.serving.vllm.colocation import Colocation, Generated, why_not_started
 from tasks.serving.vllm.job import time_limit
 from tasks.serving.vllm.rollouts import WEIGHTS, Colocated
 
@@ -120,8 +120,7 @@ class VllmEngine(Engine):
 
     def __init__(self, *args: Any, **how: Any) -> None:
         super().__init__(*args, **how)
-        more_memory = "rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU"
-        with self._explained("does not start", f"more memory: {more_memory}"):
+        with self._explained("does not start"):
             self._engine = Colocated(self.how)
         self.reserved: dict[str, int] = {}  # bytes on a GPU, for `Ranks.peak_memory`
 
@@ -178,7 +177,7 @@ class VllmEngine(Engine):
         self._engine.close()
 
     @contextmanager
-    def _explained(self, what: str, hint: str) -> Iterator[None]:
+    def _explained(self, what: str, hint: str = "") -> Iterator[None]:
         """Turn whatever vLLM and its kernels raise into a TrainingError."""
         try:
             yield
@@ -188,8 +187,9 @@ class VllmEngine(Engine):
             LOG.debug("the rollout engine", exc_info=error)
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             words = " ".join(lines[:2])[:400]  # pydantic's reason is in the second
-            reason = f"the rollout engine {what}: {type(error).__name__}: {words}"
-            raise TrainingError(f"rank {self.ranks.rank}: {reason}", hint=hint) from error
+            reason, more = why_not_started([f"{type(error).__name__}: {words}"])
+            text = f"rank {self.ranks.rank}: the rollout engine {what}: {reason}"
+            raise TrainingError(text, hint=hint or more) from error
 
     def _on_all(self, work: Callable[[], None]) -> None:
         """Do work on every rank; raise the first rank's error on all, so that none waits."""

@@ -18,10 +18,9 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError
 from tasks.core.machine import measured_on
-from tasks.serving.reference.load import from_folder, input_device
-from tasks.serving.reference.peft_adapters import with_adapter
+from tasks.serving.reference.load import from_folder, input_device, with_adapter
+from tasks.weights.compute import full
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import (
     OUTPUT_EMBEDDINGS,
     SCORE,
@@ -113,32 +112,17 @@ def _with_head(path: Path, **how: Any) -> Rewarder:
     detected = detect(read_folder(path))
     if detected.head is None:
         raise ArtifactError(f"{path}: no reward head in it", details=detected.findings)
-    keys = [source.partition(":")[2] for source in detected.head.sources]
+    keys = [name.partition(":")[2] for name in detected.head.sources]
     buffers = [source.partition(":")[2] for source in detected.normalisation.buffers]
     gaps = (*keys, *buffers, *OUTPUT_EMBEDDINGS)
     backbone = from_folder("AutoModel", path, gaps=gaps, **how).eval()
     device, dtype = input_device(backbone), getattr(torch, how["dtype"])
-    tensors = {key: _tensor(path, key).to(device, dtype) for key in keys}
-    weight, bias = tensors[keys[0]], tensors.get(keys[-1]) if detected.head.bias else None
+    sources = detected.folder.sources
+    tensors = [full(name, sources).to(device, dtype) for name in detected.head.sources]
+    weight, bias = tensors[0], tensors[1] if detected.head.bias else None
 
     def score(ids: Any) -> Any:
         states = backbone(input_ids=ids.to(input_device(backbone))).last_hidden_state[:, -1]
         return linear(states.to(weight.device), weight, bias)[0, 0]
 
     return Rewarder(score, detected.normalisation, backbone)
-
-
-def _tensor(path: Path, key: str) -> Any:
-    """Read one tensor of a model's files, with safetensors or torch."""
-    import torch
-    from safetensors import safe_open
-
-    for file in weight_files(path, "*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            if key in opened.keys():  # noqa: SIM118
-                return opened.get_tensor(key)
-    for file in weight_files(path, "*.bin"):
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        if key in state:
-            return state[key]
-    raise ArtifactError(f"{path}: no file holds {key}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,3 +113,18 @@ def words(options: Mapping[str, Any]) -> list[str]:
         if value is not True:
             made.append(value if isinstance(value, str) else json.dumps(value))
     return made
+
+
+_ERROR = re.compile(r"\b(?!RuntimeError: Engine core)\w*(Error|Exception)\b: .+")
+_MEMORY = re.compile(r"memory|kv.?cache", re.IGNORECASE)
+
+
+def why_not_started(lines: Sequence[str]) -> tuple[str, str]:
+    """Return vLLM's own first error in its last lines of output, and a hint.
+
+    Its last line only says that the engine's process ended.
+    """
+    errors = (match[0] for line in lines if (match := _ERROR.search(line)))
+    reason = next(errors, lines[-1] if lines else "no output")
+    memory = "rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU"
+    return reason[:400], f"more memory: {memory}" if _MEMORY.search(reason) else ""

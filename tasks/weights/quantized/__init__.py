@@ -1,8 +1,7 @@
 """Quantized weights: bases stored in few bits, bases as QLoRA training saw them, models to serve.
 
-source         `read_base`: a base stored in bitsandbytes' NF4 or FP4, or in fp8, looks decoded;
-               operations decode it (`Op.packed`)
-packed         find, check and decode matrices in 4 bits, and in 8-bit floats with scales
+packed         find, check and decode matrices in 4 bits, and in 8-bit floats with scales;
+               `open_model`: such a base looks decoded, operations decode it (`Op.packed`)
 config_fields  how weights are stored, from config.json
 nf4            quantize a base to 4 bits and back, as QLoRA training did
 quantize       8 bits to serve, by compressed-tensors

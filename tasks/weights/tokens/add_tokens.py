@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import weight_files
-from tasks.weights.tokens.vocabulary import resized_config
+from tasks.weights.tokens.tokenizer import resized_config
 
 if TYPE_CHECKING:
     import torch

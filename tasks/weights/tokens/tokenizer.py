@@ -6,12 +6,12 @@ takes milliseconds and needs no model library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.files.documents import read_json, read_text
 from tasks.weights.tokens.render_template import (
     MAX_CHARACTERS,
@@ -20,6 +20,9 @@ from tasks.weights.tokens.render_template import (
     after_answer,
     rendered,
 )
+
+if TYPE_CHECKING:
+    from tasks.weights.model import Model
 
 _ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
 
@@ -182,3 +185,49 @@ def require_bounded_template(folder: Path) -> None:
         ) from error
     except TemplateError:
         return
+
+
+# The vocabulary of a model.
+
+_SAVE_WHOLE = (
+    "save an adapter with its embeddings: save_pretrained(..., save_embedding_layers=True), or "
+    "train with modules_to_save=[embed_tokens, lm_head]"
+)
+
+
+def vocabulary_findings(
+    shapes: Mapping[str, tuple[int, ...]], facts: Model, tokenizer: TokenizerFacts
+) -> Iterator[str]:
+    """Yield where tokenizer, embedding and output head disagree; `shapes` are by key.
+
+    Raises ContractError if it has no input embedding.
+    """
+    if facts.embedding not in shapes:
+        raise ContractError(f"no {facts.embedding}: the model has no input embedding")
+    live, rows = f"{facts.output_embedding}.weight", shapes[facts.embedding][0]
+    stored = {slot.live: slot.key for slot in facts.slots if slot.is_all}
+    head = shapes.get(stored.get(live, facts.aliases.get(live, live)))
+    if tokenizer.rows > rows:
+        text = f"the tokenizer has {tokenizer.rows} ids, the embedding {rows} rows"
+        yield f"{text}: some ids have no row; {_SAVE_WHOLE}"
+    if head is not None and head[0] != rows:
+        yield (
+            f"the input embedding has {rows} rows, the output embedding {head[0]}: only one of "
+            f"them was saved after the vocabulary changed; {_SAVE_WHOLE}"
+        )
+    special = {f"eos_token_id {token}": token for token in tokenizer.stops}
+    if tokenizer.pad is not None:
+        special["pad_token_id"] = tokenizer.pad
+    for name, token in special.items():
+        if not 0 <= token < rows:
+            yield f"{name} is {token}, the embedding has {rows} rows"
+
+
+def resized_config(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return config.json with `vocab_size` set to `rows`, also in a nested `text_config`."""
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        nested = {**text, "vocab_size": rows}
+        top = {"vocab_size": rows} if "vocab_size" in config else {}
+        return {**config, **top, "text_config": nested}
+    return {**config, "vocab_size": rows}

@@ -23,6 +23,11 @@ LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 
 _HUGE, _POSITIVE = 1 << 31, "a positive number"
 _PEFT = "merge it with peft's merge_and_unload, or serve it unmerged"
+_REFUSED = {
+    "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config",
+    "kasa_config", "megatron_config", "lora_bias", "velora_config", "monteclora_config",
+}  # fmt: skip
+"""Settings with which no merge of ours equals the adapter."""
 _MUTATING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisers (or their prefixes) that also change the base weights."""
 _PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -181,9 +186,12 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
 
 
 def _refusals(raw: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted(set(raw) - _READ - _HARMLESS):
+    for key in sorted(_REFUSED & set(raw)):
+        if raw[key]:
+            yield f"{key}={raw[key]!r:.60} is not supported: {_PEFT}"
+    for key in sorted(set(raw) - _READ - _HARMLESS - _REFUSED):
         if raw[key] not in (None, False, [], {}, ""):
-            yield f"{key}={raw[key]!r:.60} is not supported, or not known: {_PEFT}"
+            yield f"{key}={raw[key]!r:.60} is no LoRA setting of peft 0.21: its effect is unknown"
     init = raw.get("init_lora_weights", True)
     if isinstance(init, str) and init.startswith(_MUTATING):
         plain = "save it as a plain LoRA (path_initial_model_for_weight_conversion), or "

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.audit.corpus import Break, Broken, Corpus
-from tests.audit.corpus import breaking as by
-from tests.audit.corpus.breaking import INDEX, MODEL, Tensors
+from tests.audit import corpus as by
+from tests.audit.corpus import INDEX, MODEL, Break, Broken, Corpus, Tensors
 from tests.audit.making import edit_json
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.audit.corpus import Break, Broken, Corpus
-from tests.audit.corpus import breaking as by
-from tests.audit.corpus.breaking import ADAPTER, MODEL, Tensors
+from tests.audit import corpus as by
+from tests.audit.corpus import ADAPTER, MODEL, Break, Broken, Corpus, Tensors
 from tests.audit.corpus.clean import PACKED
 from tests.weights.packing import BITSANDBYTES
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tests.audit.corpus import Broken, Corpus
-from tests.audit.corpus import breaking as by
-from tests.audit.corpus.breaking import ADAPTER, Tensors
+from tests.audit import corpus as by
+from tests.audit.corpus import ADAPTER, Broken, Corpus, Tensors
 
 
 def _hidden(root: Path, _: Corpus) -> None:

@@ -21,8 +21,7 @@ from tasks.verify.servers.server import (
     score,
 )
 from tests.answering import answering
-from tests.verify import toy_model as toy
-from tests.verify import toy_servers as servers
+from tests.verify import toy
 
 SEQUENCES = [[1, 2, 3, 0, 2, 1], [0, 1], [3] * 20, [7, 1, 2], [5, 0, 4, 1, 6]]
 CHAT = [{"role": "user", "content": "ab"}]
@@ -50,7 +49,7 @@ def greedy_is_right(server: Server, name: str) -> None:
 
 
 def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None:
-    with answering(servers.openai()) as requests:
+    with answering(toy.openai()) as requests:
         server = connect(requests.url)
         assert (server.kind, server.version) == ("vllm", "0.32.0")
         assert server.tokenize("base", "ab") == (0, 1)
@@ -73,7 +72,7 @@ def test_vllm_is_recognised_and_its_limit_of_log_probabilities_is_kept() -> None
 )
 def test_what_is_no_log_probability_of_each_token_is_refused(listed: list[Any]) -> None:
     """A prompt that a proxy cut, or to which a server added a token, is no other model."""
-    answers = servers.openai()
+    answers = toy.openai()
     ok = answers["/v1/completions"]
 
     def broken(body: Any) -> Any:
@@ -89,9 +88,9 @@ def test_what_is_no_log_probability_of_each_token_is_refused(listed: list[Any]) 
 
 
 def test_servers_with_fewer_fields_score_a_sample_of_positions_or_say_so() -> None:
-    with answering(servers.openai(("logprobs", "ids"))) as requests:
+    with answering(toy.openai(("logprobs", "ids"))) as requests:
         check(score(connect(requests.url), "base", SEQUENCES), positions=SAMPLED)
-    with answering(servers.openai(())) as requests:
+    with answering(toy.openai(())) as requests:
         server = connect(requests.url)
         with pytest.raises(UnsupportedError):
             score(server, "base", SEQUENCES)
@@ -100,7 +99,7 @@ def test_servers_with_fewer_fields_score_a_sample_of_positions_or_say_so() -> No
 
 
 def test_llama_cpp_scores_next_tokens() -> None:
-    with answering(servers.llama_cpp()) as requests:
+    with answering(toy.llama_cpp()) as requests:
         server = connect(requests.url)
         assert (server.kind, server.version) == ("llama.cpp", "b11434-abc")
         (model,) = server.models()
@@ -114,7 +113,7 @@ def test_llama_cpp_scores_next_tokens() -> None:
 
 
 def test_sglang_scores_prompts_and_adapters() -> None:
-    with answering(servers.sglang()) as requests:
+    with answering(toy.sglang()) as requests:
         server = connect(requests.url)
         assert (server.kind, server.version) == ("sglang", "0.5.9")
         check(server.score("toy", SEQUENCES))

@@ -9,8 +9,7 @@ import pytest
 from tasks.core.report import Row
 from tasks.verify.asked import Asked
 from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
-from tests.verify.toy_model import causes, reference
-from tests.verify.toy_servers import MODELS, ToyServer
+from tests.verify.toy import MODELS, ToyServer, causes, reference
 
 
 def serving(choose: Any = None, **faults: Any) -> ToyServer:

@@ -17,10 +17,8 @@ from tasks.verify.servers import connect
 from tasks.verify.servers.server import Server
 from tasks.witness.plumbline_witness.probes import CALLED, CHATS, TEXTS, TOOLS
 from tests.answering import answering
-from tests.verify import toy_model as toy
-from tests.verify import toy_servers as servers
-from tests.verify.toy_model import causes, reference
-from tests.verify.toy_servers import ToyServer
+from tests.verify import toy
+from tests.verify.toy import ToyServer, causes, reference
 
 
 def asked(check: Any, server: Server | None = None, ref: Reference | None = None) -> Row:
@@ -134,7 +132,7 @@ def test_a_conversation_with_tools_is_compared_as_the_server_renders_it(leaves_o
     made = reference()
     probe = Probe(ids, "chat", 9, turns=CALLED, tools=TOOLS)
     ref = Reference(made.probes, made.trained, None, made.facts, Path(), (probe,))
-    answers = servers.openai(length=600)
+    answers = toy.openai(length=600)
     chat = answers["/v1/chat/completions"]
 
     def forgetful(body: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Servers of the toy model: in this process with faults, and over HTTP as dialects document it."""
+"""A language model of eight tokens, and its servers: in this process with faults, and over HTTP."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.report import Row
+from tasks.drift.fingerprint import Fingerprint
+from tasks.verify.reference import Probe, Reference
 from tasks.verify.servers.client import parallel
 from tasks.verify.servers.server import (
     Entry,
@@ -22,8 +29,98 @@ from tasks.verify.servers.server import (
     entry,
     is_chat,
 )
+from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 from tests.answering import Answer, refusal
-from tests.verify import toy_model as toy
+
+SIZE = 8
+EOS = 7
+TEMPLATE = {"system": 5, "user": 4, "assistant": 6, "tool": 4}
+"""Token before the content of a message, by role; the generation prompt is the assistant's."""
+
+
+def logprobs(prefix: Sequence[int], model: int = 0) -> NDArray[np.float64]:
+    """Return the log-probabilities of the token after a prefix, shape (SIZE,)."""
+    return _logprobs(sum((at + 1) * (token + 1) for at, token in enumerate(prefix)), model)
+
+
+@cache
+def _logprobs(prefix: int, model: int) -> NDArray[np.float64]:
+    seed = prefix + 10_000 * model
+    logits = np.random.default_rng(seed).normal(size=SIZE) * 2
+    values: NDArray[np.float64] = logits - np.log(np.exp(logits).sum())
+    return values
+
+
+def greedy(prompt: Sequence[int], count: int, model: int = 0) -> list[int]:
+    """Return the most likely tokens after a prompt, up to EOS."""
+    tokens: list[int] = []
+    while len(tokens) < count and EOS not in tokens:
+        tokens.append(int(logprobs([*prompt, *tokens], model).argmax()))
+    return tokens
+
+
+def tokens(text: str) -> list[int]:
+    """Return one token per letter: a, b, c or d; others are one of them, too."""
+    return [(ord(letter) - ord("a")) % 4 for letter in text]
+
+
+def text(ids: Sequence[int]) -> str:
+    """Return the letters of tokens; others have none."""
+    return "".join("abcd"[token] for token in ids if token < 4)
+
+
+def rendered(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
+    """Return a conversation with the generation prompt; arguments of calls are objects."""
+    ids = [token for tool in tools for token in tokens(tool["function"]["description"])]
+    for message in messages:
+        ids += [TEMPLATE[message["role"]], *tokens(message["content"])]
+        for call in message.get("tool_calls", ()):
+            ids += tokens("".join(call["function"]["arguments"].values()))
+    return [*ids, TEMPLATE["assistant"]]
+
+
+def tops(
+    prefix: Sequence[int], count: int, own: int | None = None, model: int = 0
+) -> dict[int, float]:
+    """Return the most likely tokens after a prefix, and one token more."""
+    values = logprobs(prefix, model)
+    chosen = [int(token) for token in np.argsort(-values)[:count]]
+    chosen += [own] if own is not None and own not in chosen else []
+    return {token: float(values[token]) for token in chosen}
+
+
+@cache
+def prompt_tops(prompt: tuple[int, ...], count: int, model: int) -> list[dict[int, float]]:
+    """Return the most likely tokens and the prompt's own at each position but the first."""
+    return [tops(prompt[:at], count, prompt[at], model) for at in range(1, len(prompt))]
+
+
+def fingerprint(probes: Sequence[Probe]) -> Fingerprint:
+    """Return the toy model's log-probabilities of all tokens."""
+    rows = [logprobs(p.ids[:end]) for p in probes for end in range(1, len(p.ids))]
+    values = np.array(rows, np.float32)
+    ids = np.tile(np.arange(SIZE, dtype=np.int32), (len(rows), 1))
+    sequences = tuple(p.ids for p in probes)
+    return Fingerprint(sequences, ids, values, values.argmax(1).astype(np.int32), "toy")
+
+
+def reference(**facts: Any) -> Reference:
+    """Return what the toy model recorded: texts, conversations, and a turn that ends."""
+    probes = [Probe(tuple(tokens(t))[:64], "text", n, t) for n, t in enumerate(TEXTS)]
+    for number, chat in enumerate(CHATS):
+        messages = [{"role": role, "content": text} for role, text in chat]
+        probes.append(Probe(tuple(rendered(messages))[:64], "chat", number, "?"))
+    special = {"eos_token_id": EOS, "bos_token_id": None}
+    facts = {"tokens": {"tokenizer": special}, **facts}
+    return Reference(tuple(probes), fingerprint(probes), None, facts)
+
+
+def causes(check: Row) -> list[str]:
+    """Return the codes of the likely causes."""
+    return [cause.code for cause in check.causes]
+
 
 NAMES = ["a", "b", "c", "d", "<user>", "<system>", "<assistant>", "<eos>"]
 MODELS = {"base": 0, "tuned": 1, "other": 2}
@@ -36,8 +133,8 @@ class ToyServer(Server):
     """A server that answers as vLLM does, and its faults."""
 
     length: int = 600  # context, in tokens
-    render_chat: Callable[[Any], list[int]] = toy.rendered
-    split: Callable[[str], list[int]] = toy.tokens
+    render_chat: Callable[[Any], list[int]] = rendered
+    split: Callable[[str], list[int]] = tokens
     tells_ids: bool = True  # False if it tells lengths of prompts only
     ends: bool = True  # False if it generates on after EOS
     cut: int | None = None  # tokens at the end of a prompt that it reads
@@ -60,13 +157,13 @@ class ToyServer(Server):
     def score(self, model: str, sequences: Any, workers: int = 0) -> list[Scores]:
         def ask(ids: Any) -> Scores:
             chosen = self._chosen(model, ids, 1, False)
-            return [entry(tops) for tops in toy.prompt_tops(tuple(ids), toy.SIZE, chosen)]
+            return [entry(tops) for tops in prompt_tops(tuple(ids), SIZE, chosen)]
 
         return parallel(ask, sequences, workers or 8)
 
     def next(self, model: str, prefixes: Any, workers: int = 0, cache: bool = True) -> list[Entry]:
         def ask(ids: Any) -> Entry:
-            return entry(toy.tops(ids, toy.SIZE, None, self._chosen(model, ids, 1, True)))
+            return entry(tops(ids, SIZE, None, self._chosen(model, ids, 1, True)))
 
         return parallel(ask, prefixes, workers or 8)
 
@@ -85,12 +182,12 @@ class ToyServer(Server):
         if bias := more.get("logit_bias"):
             made = [int(next(iter(bias)))] * (1 if self.ends else count)
         elif self.ends:
-            made = toy.greedy(ids, count, chosen)
+            made = greedy(ids, count, chosen)
         else:
-            made = [int(toy.logprobs(ids, chosen).argmax())] * count
-        finish = "stop" if self.ends and toy.EOS in made else "length"
+            made = [int(logprobs(ids, chosen).argmax())] * count
+        finish = "stop" if self.ends and EOS in made else "length"
         told = tuple(ids) if self.tells_ids else None
-        return [Generated(tuple(made), toy.text(made), finish, told, len(ids))]
+        return [Generated(tuple(made), text(made), finish, told, len(ids))]
 
     def _chosen(
         self, name: str, prompt: Any, count: int, generates: bool, stream: bool = False
@@ -113,9 +210,12 @@ class ToyServer(Server):
         return chosen
 
 
-def openai(fields: tuple[str, ...] = VLLM) -> dict[str, Answer]:
-    """Return the answers of OpenAI's dialect with these fields, by default those of vLLM."""
-    limit, length = 5, 64  # log-probabilities of a position, tokens of the context
+def openai(fields: tuple[str, ...] = VLLM, length: int = 64) -> dict[str, Answer]:
+    """Return the answers of OpenAI's dialect with these fields, by default those of vLLM.
+
+    `length` is the context in tokens.
+    """
+    limit = 5  # log-probabilities of a position
     is_vllm = fields == VLLM
     owner = {"owned_by": "vllm" if is_vllm else "somebody"}
     cards: list[Any] = [{"id": name, "parent": "base", **owner} for name in ("tuned", "other")]
@@ -126,34 +226,32 @@ def openai(fields: tuple[str, ...] = VLLM) -> dict[str, Answer]:
             return refusal(404, f"The model `{body['model']}` does not exist.")
         if max(body.get("prompt_logprobs", 0), body.get("logprobs", 0)) > limit:
             return refusal(400, f"Requested logprobs are greater than max allowed: {limit}")
-        prompt = body.get("prompt") or toy.rendered(
-            _parsed(body["messages"]), body.get("tools", ())
-        )
+        prompt = body.get("prompt") or rendered(_parsed(body["messages"]), body.get("tools", ()))
         if len(prompt) + body["max_tokens"] > length:
             return refusal(400, f"This model's maximum context length is {length} tokens.")
         model = MODELS[body["model"]]
-        ids = toy.greedy(prompt, body["max_tokens"], model)
-        choice: dict[str, Any] = {"finish_reason": "stop" if toy.EOS in ids else "length"}
-        text = toy.text(ids)
-        choice |= {"text": text} if "prompt" in body else {"message": {"content": text}}
+        ids = greedy(prompt, body["max_tokens"], model)
+        choice: dict[str, Any] = {"finish_reason": "stop" if EOS in ids else "length"}
+        made = text(ids)
+        choice |= {"text": made} if "prompt" in body else {"message": {"content": made}}
         answer = {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
         if "prompt_logprobs" in body and "prompt_logprobs" in fields:
-            places = toy.prompt_tops(tuple(prompt), body["prompt_logprobs"], model)
+            places = prompt_tops(tuple(prompt), body["prompt_logprobs"], model)
             choice["prompt_logprobs"] = [None] + [
                 {str(token): {"logprob": value} for token, value in tops.items()} for tops in places
             ]
         if body.get("logprobs") is not None and "logprobs" in fields:
             name = "token_id:{}" if "ids" in fields else "<{}>"
-            tops = toy.tops(prompt, body["logprobs"], ids[0], model)
+            likely = tops(prompt, body["logprobs"], ids[0], model)
             choice["logprobs"] = {
                 "tokens": [name.format(own) for own in ids],
-                "top_logprobs": [{name.format(i): v for i, v in tops.items()}],
+                "top_logprobs": [{name.format(i): v for i, v in likely.items()}],
             }
         if body.get("return_token_ids") and "return_token_ids" in fields:
             choice["token_ids"] = ids
             (choice if "prompt" in body else answer)["prompt_token_ids"] = prompt
         if body.get("stream"):
-            parts = [{"text": toy.text([token]), "token_ids": [token]} for token in ids]
+            parts = [{"text": text([token]), "token_ids": [token]} for token in ids]
             return iter(
                 [{"choices": [part]} for part in [*parts, {**choice, "text": "", "token_ids": []}]]
             )
@@ -161,7 +259,7 @@ def openai(fields: tuple[str, ...] = VLLM) -> dict[str, Answer]:
 
     own = {
         "/version": lambda _: {"version": "0.32.0"},
-        "/tokenize": lambda body: {"tokens": toy.tokens(body["prompt"])},
+        "/tokenize": lambda body: {"tokens": tokens(body["prompt"])},
     }
     return {
         "/v1/models": lambda _: {"data": cards},
@@ -181,7 +279,7 @@ def _parsed(messages: Any) -> Any:
 def split(text: str, *, bos: bool = False) -> list[int]:
     """Return the tokens of a text, as the servers split it."""
     ids = [NAMES.index(name) for name in re.findall(r"<\w+>|[abcd]", text)]
-    return [toy.EOS, *ids] if bos else ids
+    return [EOS, *ids] if bos else ids
 
 
 def text_of(ids: list[int]) -> str:
@@ -191,13 +289,13 @@ def text_of(ids: list[int]) -> str:
 def llama_cpp() -> dict[str, Answer]:
     def completion(body: Any) -> Any:
         ids = body["prompt"]
-        made = toy.greedy(ids, body["n_predict"])
-        stop = "eos" if toy.EOS in made else "limit"
-        answer = {"content": toy.text(made), "stop_type": stop, "tokens_evaluated": len(ids)}
+        made = greedy(ids, body["n_predict"])
+        stop = "eos" if EOS in made else "limit"
+        answer = {"content": text(made), "stop_type": stop, "tokens_evaluated": len(ids)}
         answer["tokens"] = made if body.get("return_tokens") else []
         if body.get("n_probs"):
-            tops = toy.tops(ids, body["n_probs"])
-            listed = [{"id": i, "token": "?", "bytes": [], "logprob": v} for i, v in tops.items()]
+            likely = tops(ids, body["n_probs"])
+            listed = [{"id": i, "token": "?", "bytes": [], "logprob": v} for i, v in likely.items()]
             answer["completion_probabilities"] = [{"id": made[0], "top_logprobs": listed}]
         return answer
 
@@ -210,7 +308,7 @@ def llama_cpp() -> dict[str, Answer]:
         },
         "/completion": completion,
         "/tokenize": lambda body: {"tokens": split(body["content"], bos=body["add_special"])},
-        "/apply-template": lambda body: {"prompt": text_of(toy.rendered(body["messages"]))},
+        "/apply-template": lambda body: {"prompt": text_of(rendered(body["messages"]))},
     }
 
 
@@ -218,20 +316,20 @@ def sglang() -> dict[str, Answer]:
     def generate(body: Any) -> Any:
         ids, options = body["input_ids"], body["sampling_params"]
         model = 1 if body.get("lora_path") == "tuned" else 0
-        made = toy.greedy(ids, options["max_new_tokens"], model)
-        kind = "stop" if toy.EOS in made else "length"
+        made = greedy(ids, options["max_new_tokens"], model)
+        kind = "stop" if EOS in made else "length"
         told: dict[str, Any] = {"finish_reason": {"type": kind}, "prompt_tokens": len(ids)}
         if body.get("return_logprob"):
             k = body["top_logprobs_num"]
-            tops = [toy.tops(ids[:at], k, None, model) for at in range(1, len(ids) + 1)]
-            listed = [[[value, token, None] for token, value in top.items()] for top in tops]
-            own = [[float(toy.logprobs(ids[:at], model)[ids[at]]), ids[at], None]
+            likely = [tops(ids[:at], k, None, model) for at in range(1, len(ids) + 1)]
+            listed = [[[value, token, None] for token, value in top.items()] for top in likely]
+            own = [[float(logprobs(ids[:at], model)[ids[at]]), ids[at], None]
                    for at in range(1, len(ids))]  # fmt: skip
             if body.get("logprob_start_len", -1) == 0:
                 told["input_token_logprobs"] = [[None, ids[0], None], *own]
                 told["input_top_logprobs"] = [None, *listed[:-1]]
             told["output_top_logprobs"] = listed[-1:]
-        answer = {"text": toy.text(made), "output_ids": made, "meta_info": told}
+        answer = {"text": text(made), "output_ids": made, "meta_info": told}
         return [answer] * options["n"] if options.get("n", 1) > 1 else answer
 
     cards = [{"id": "toy", "root": "toy", "max_model_len": 64, "owned_by": "sglang"}]
@@ -244,6 +342,6 @@ def sglang() -> dict[str, Answer]:
         "/tokenize": lambda body: {"tokens": split(body["prompt"], bos=body["add_special_tokens"])},
         "/v1/chat/completions": lambda body: {
             "choices": [{"index": 0, "message": {"content": ""}, "finish_reason": "length"}],
-            "usage": {"prompt_tokens": len(toy.rendered(body["messages"]))},
+            "usage": {"prompt_tokens": len(rendered(body["messages"]))},
         },
     }

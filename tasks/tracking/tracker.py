@@ -71,7 +71,7 @@ class Tracker:
     @contextlib.contextmanager
     def flow(
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
-    ) -> Iterator[None]:
+    ) -> Iterator[str]:
         """Open the parent run while the block runs; it ends as FAILED or KILLED if that raises."""
         send = self._server.send if self.uri else None
         self._outbox = Outbox(redact(self.uri), send, self._reports)
@@ -82,7 +82,7 @@ class Tracker:
             with self._closing(self._id):
                 self._outbox.wait(_START_S)
                 self._sample_system()
-                yield
+                yield self.run_id
         except BaseException as error:
             limit_s = _DELIVER_S if isinstance(error, Exception) else _INTERRUPTED_S
             raise

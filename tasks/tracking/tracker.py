@@ -31,7 +31,7 @@ _DIGEST_LIMIT = 36
 _DELIVER_S = 60.0
 """Time limit of a delivery if a server answers. If it does not, one attempt is made."""
 _START_S = 10.0
-"""The same at the start of a flow. A run that MLflow gets later has its page in the summary."""
+"""The same for a server at the start of a flow; a run that it gets later has its page at last."""
 _INTERRUPTED_S = 5.0
 """The same after Ctrl-C or SIGTERM, when a process has seconds left."""
 
@@ -80,7 +80,9 @@ class Tracker:
             self._id = self._start(name, flatten(config), tags)
             StageRun(self._outbox, self._id).text("config.yaml", text)
             with self._closing(self._id):
-                self._outbox.wait(_START_S)
+                # A database that is slow does not hang: it may be made now.
+                is_server = self.uri.startswith(("http:", "https:"))
+                self._outbox.wait(_START_S if is_server else _DELIVER_S)
                 self._sample_system()
                 yield self.run_id
         except BaseException as error:

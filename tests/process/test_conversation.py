@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.core.errors import StageProcessError
+from tasks.core.errors import PlumblineError, StageProcessError
 from tasks.process.launch import Conversation
 from tests.process.conftest import alive
 
@@ -59,6 +59,14 @@ def test_one_process_answers_many_requests(talk: Talk, tmp_path: Path) -> None:
     assert not alive(answers[0]["pid"])
     logged = (tmp_path / "talk.log").read_text().splitlines()
     assert logged == ["warming up", *["asked double"] * 4, "goodbye"]
+
+
+def test_a_refusal_is_an_error_and_the_child_stays(talk: Talk) -> None:
+    with talk() as child:
+        with pytest.raises(PlumblineError, match="score: cannot do that") as caught:
+            child.ask({"do": "refuse"}, 20)
+        assert (caught.value.details, caught.value.hint) == (("why", "so"), "ask for less")
+        assert child.ask({"do": "double", "value": 4}, 20)["value"] == 8
 
 
 def test_a_child_that_dies(talk: Talk) -> None:

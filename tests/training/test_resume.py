@@ -135,17 +135,23 @@ def test_a_rank_that_is_stopped_ends_all_of_them(tmp_path: Path, base: Path, dat
     assert complete(tmp_path / "checkpoints")
 
 
-def test_ranks_that_wait_too_long_name_the_timeout(tmp_path: Path, base: Path) -> None:
+def test_ranks_that_wait_too_long_or_are_killed_name_the_setting(
+    tmp_path: Path, base: Path
+) -> None:
     """NCCL ends the process and raises nothing; rollouts may take longer than a step."""
     settings = replace(SETTINGS, launch=Launch(collective_timeout_s=400))
     job = TrainJob(settings, base, "b", *[tmp_path] * 3)
+    for line, named, hint in (
+        (f"[rank1]: {WATCHDOG}: x", "waited 400 s", "train.collective_timeout_s"),
+        ("rank 1 (pid 7): SIGKILL", "SIGKILL", "train.micro_batch_size=4"),
+    ):
 
-    def run(*_: object, **__: object) -> list[str]:
-        raise StageProcessError("train", 1, [f"[rank1]: {WATCHDOG}: x", "exit status 1"])
+        def run(*_: object, last: str = line, **__: object) -> list[str]:
+            raise StageProcessError("train", 1, [last, "exit status 1"])
 
-    with pytest.raises(TrainingError, match="waited 400 s") as caught:
-        _launch(job, run, _Events(None, LOG, 64), None, {})
-    assert "train.collective_timeout_s" in caught.value.hint
+        with pytest.raises(TrainingError, match=named) as caught:
+            _launch(job, run, _Events(None, LOG, 64), None, {})
+        assert hint in caught.value.hint
     for seconds, wanted in ((900, 900 + MARGIN_S), (10, 400)):
         online = {"rollout": {"timeout_s": seconds}}
         job = replace(job, settings=replace(settings, online=online))

@@ -40,6 +40,7 @@ from tasks.training.tokens.truncation import truncation
 from tasks.weights.files.folder import CHAT_TEMPLATE
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
+from tasks.weights.shards import SHARDS, rank_file
 
 Run = Callable[..., list[str]]
 """`launch` with the arguments of this stage."""
@@ -278,8 +279,8 @@ def _checks(out: Path, document: Mapping[str, Any], world_size: int) -> list[Che
     losses = document["losses"]
     finite = sum(math.isfinite(x) for x in losses)
     checks = [Check("losses", f"{len(losses)} finite", f"{finite} finite", finite == len(losses))]
-    ranks = [f"rank-{rank:05d}-of-{world_size:05d}.safetensors" for rank in range(world_size)]
-    for name in (document["print"], *(f"shards/{rank}" for rank in ranks)):
+    ranks = [f"{SHARDS}/{rank_file(rank, world_size)}" for rank in range(world_size)]
+    for name in (document["print"], *ranks):
         there = (out / name).is_file()
         checks.append(Check(name, "present", "present" if there else "missing", there))
     return checks

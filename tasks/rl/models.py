@@ -30,7 +30,6 @@ from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Optim, TrainJob
 from tasks.training.model.build import (
     ADAPTER,
-    DTYPES,
     initial_weights,
     load_into,
     load_model,
@@ -209,7 +208,7 @@ def start_critic(
 def _value_head(trunk: Any, job: TrainJob) -> nn.Linear:
     """Return a head that starts at zero: the first advantages are then the rewards, not noise."""
     hidden = model_of(trunk).config.get_text_config().hidden_size
-    head = nn.Linear(hidden, 1, dtype=DTYPES[job.settings.dtype])
+    head = nn.Linear(hidden, 1, dtype=getattr(torch, job.settings.dtype))
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
@@ -223,7 +222,7 @@ def _add_adapter(policy: Any, job: TrainJob) -> None:
     policy.add_adapter(CRITIC, config, autocast_adapter_dtype=False)
     for name, parameter in policy.named_parameters():
         if f".{CRITIC}." in name:
-            parameter.data = parameter.data.to(DTYPES[job.settings.dtype])
+            parameter.data = parameter.data.to(getattr(torch, job.settings.dtype))
     if job.adapter is not None:
         load_into(policy, job.adapter, CRITIC)
     policy.set_adapter(ADAPTER)

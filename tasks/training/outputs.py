@@ -15,9 +15,6 @@ from tasks.core.events import emit
 from tasks.drift.fingerprint import Fingerprint, ScorePrint
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import (
-    PARTITIONS,
-    SAFETENSORS_DTYPES,
-    SHARDS,
     Ranks,
     full_shape,
     not_finite,
@@ -28,8 +25,10 @@ from tasks.training.engine.deepspeed_engine import (
 from tasks.training.job import TrainJob
 from tasks.training.tokens.data import holds_texts
 from tasks.weights.files.documents import read_json
+from tasks.weights.files.dtypes import short_name
 from tasks.weights.files.folder import CONFIG, PROCESSORS, copy_side_file, side_files
 from tasks.weights.model_class import loadable_attention
+from tasks.weights.shards import PARTITIONS, SHARDS
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
 
 
@@ -57,7 +56,7 @@ def write_model(job: TrainJob, *, model: Any, tokenizer: Any) -> None:
         "world_size": settings.world_size,
         "zero_stage": settings.zero.stage,
         "mode": "full" if full else "adapter",
-        "dtype": ",".join(sorted({SAFETENSORS_DTYPES[p.dtype] for p in parameters.values()})),
+        "dtype": ",".join(sorted({short_name(p.dtype) for p in parameters.values()})),
         "parameters": {name: {"shape": list(full_shape(p))} for name, p in parameters.items()},
     }
     write_json(out / PARTITIONS, document)

@@ -29,7 +29,6 @@ from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.rl.settings import goes_as_adapter
 from tasks.training.engine.deepspeed_engine import (
-    SAFETENSORS_DTYPES,
     Ranks,
     full_shape,
     own_part,
@@ -40,7 +39,7 @@ from tasks.training.job import TrainJob
 from tasks.training.model.build import ADAPTER
 from tasks.training.model.packed_model import model_of
 from tasks.training.outputs import write_adapter_config
-from tasks.weights.files.dtypes import DTYPE_NAMES
+from tasks.weights.files.dtypes import DTYPE_NAMES, short_name
 from tasks.weights.files.names import rename_all
 from tasks.weights.lora import adapter_contract
 from tasks.weights.mapping import Slot
@@ -102,7 +101,7 @@ class Policy:
         """
         if self.as_adapter:
             specs = {
-                key: Expected(key, full_shape(each), SAFETENSORS_DTYPES[each.dtype])
+                key: Expected(key, full_shape(each), short_name(each.dtype))
                 for key, each in ((key, self.parameters[name]) for name, key in self.keys.items())
             }
             require(judge(self.contract, specs), stage="weight sync")
@@ -261,8 +260,7 @@ def merged_tensors(module: nn.Module, facts: Model) -> Iterator[tuple[str, torch
                 Slot(facts.aliases.get(plain, plain), shape, plain, shape)
             ]:
                 part = tensor if slot.is_renamed else _part(tensor, slot)
-                dtype = SAFETENSORS_DTYPES[part.dtype]
-                yielded[slot.key] = Expected(slot.key, tuple(part.shape), dtype)
+                yielded[slot.key] = Expected(slot.key, tuple(part.shape), short_name(part.dtype))
                 yield slot.key, part
     wanted = {expected.name: expected for expected in facts.tensors}
     wanted |= {alias: replace(wanted[to], name=alias) for alias, to in facts.tied.items()}

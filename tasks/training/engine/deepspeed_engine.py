@@ -29,11 +29,7 @@ from tasks.core.files import source_digest
 from tasks.core.machine import has_gpu, resident_peak
 from tasks.process.multinode import RANKS_FILE
 from tasks.training.job import Optim
-
-SHARDS = "shards"
-PARTITIONS = "partitions.json"
-"""Folder of all ranks' files in an artifact, and the index of the trained tensors beside it."""
-SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+from tasks.weights.shards import rank_file
 
 
 class Partition(NamedTuple):
@@ -92,7 +88,7 @@ def write_partitions(
     ranges = {
         n: {"shape": list(p.shape), "start": p.start, "end": p.end} for n, p in partitions.items()
     }
-    path = folder / f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+    path = folder / rank_file(rank, world_size)
     tensors = {name: part.data for name, part in partitions.items()}
     save_file(tensors, path, metadata={"partitions": json.dumps(ranges, sort_keys=True)})
 

@@ -169,7 +169,6 @@ def lora_config(peft: Peft, *, head: str, model: Any) -> Any:
 
 SCORE_WEIGHT = "score.weight"
 """Name of the head in every decoder's `*ForSequenceClassification` of transformers."""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_tokenizer(job: TrainJob) -> Any:
@@ -207,7 +206,7 @@ def load_model(
     torch.manual_seed(settings.seed)
     new_ids = tokenizer.convert_tokens_to_ids(list(settings.new_tokens))
     with partitioned(config):
-        dtype = DTYPES[settings.dtype]
+        dtype = getattr(torch, settings.dtype)
         adapted = add_adapter(model, settings.peft, head=head, dtype=dtype, new_ids=new_ids)
     if job.adapter is not None:
         continue_adapter(adapted, job.adapter)
@@ -236,7 +235,7 @@ def _load_base(
     settings = job.settings
     attention = loadable_attention(read_json(job.base / CONFIG), settings.attn_implementation)
     loading: dict[str, Any] = {
-        "dtype": DTYPES[settings.dtype],
+        "dtype": getattr(torch, settings.dtype),
         "attn_implementation": attention,
         "trust_remote_code": settings.trust_remote_code,
     }

@@ -66,6 +66,11 @@ def torch_dtype(name: str) -> Any:
     return getattr(torch, _TABLE[name][1])
 
 
+def short_name(dtype: Any) -> str:
+    """Return the safetensors name of a torch dtype."""
+    return TORCH_NAMES[str(dtype).removeprefix("torch.")]
+
+
 def is_float(dtype: str) -> bool:
     """Return True if `dtype` (a safetensors name) is F64, F32, F16 or BF16."""
     return dtype in _FLOATS

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS, casts, widened
+from tasks.weights.files.dtypes import ITEM_BITS, casts, short_name, widened
 from tasks.weights.files.tensors import Reader, Tensors
 from tasks.weights.quantized.packed import LEVELS, unpack
 
@@ -175,7 +175,7 @@ def _restored(like: torch.Tensor, packed: Any, scales: Any, state: Any) -> torch
         packed.reshape(-1).numpy(),
         scales.numpy(),
         like.numel(),
-        DTYPE_NAMES[str(like.dtype).removeprefix("torch.")],
+        short_name(like.dtype),
         kind=state.quant_type,
         blocksize=state.blocksize,
     )

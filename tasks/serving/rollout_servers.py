@@ -363,11 +363,7 @@ class Fleet:
 
         while len(answers) < len(bodies):  # again if a lost server gave prompts back
             if time.monotonic() >= until:
-                raise TrainingError(
-                    f"rollouts: {len(bodies) - len(answers)} of {len(bodies)} responses are "
-                    f"missing after {self.how.timeout_s:g} s",
-                    hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
-                )
+                raise self.how.overdue(len(bodies) - len(answers), len(bodies))
             present = [server for server in servers or self.servers if not server.lost]
             if not present:
                 raise self._none_left()

@@ -102,9 +102,8 @@ def test_a_base_with_a_damaged_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("experiment", "words", "left"),
     [
-        ("sft_full", ["train.max_len=12"], False),
         ("sft_full", ["train.max_len=12", "train.on_overlong=refuse"], False),
-        ("sft_full", ["train.max_len=64"], True),
+        ("sft_full", ["train.max_len=200"], True),
         ("grpo", ["rollout.max_prompt_len=12", "rollout.max_new_tokens=8"], False),
     ],
 )

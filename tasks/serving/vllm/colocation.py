@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from tasks.config.sections import Rollout
@@ -84,6 +84,13 @@ class Colocation:
             "ignore_eos": True,  # end tokens come from `ends`, not from the model folder
             "stop_token_ids": list(self.ends),
         }
+
+    def overdue(self, missing: int, of: int) -> TrainingError:
+        """Return the error for responses that are missing after `timeout_s`."""
+        return TrainingError(
+            f"rollouts: {missing} of {of} responses are missing after {self.timeout_s:g} s",
+            hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
+        )
 
 
 @dataclass(frozen=True)

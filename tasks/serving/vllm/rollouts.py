@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.core.errors import ArtifactError, TrainingError
+from tasks.core.errors import ArtifactError
 from tasks.process.torch_process import compiles, on_gpu
 from tasks.serving.vllm.colocation import Colocation, Generated
 from tasks.serving.vllm.job import FLASHINFER_SAMPLER
@@ -138,11 +138,7 @@ class Colocated:
                     self._loaded.require_used()
                 outputs |= {output.request_id: output for output in finished}
                 if time.monotonic() > until:
-                    raise TrainingError(
-                        f"rollouts: {len(names) - len(outputs)} of {len(names)} responses are "
-                        f"missing after {self.how.timeout_s:g} s",
-                        hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
-                    )
+                    raise self.how.overdue(len(names) - len(outputs), len(names))
         return [outputs[name] for name in names]
 
     def sleep(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.serving.prompts import stop_ids
 from tasks.serving.reference import child
+from tasks.serving.reference.load import load_model
 from tests.serving.models import CONVERSATIONS, END, load
 
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
@@ -72,3 +74,43 @@ def test_an_unexpected_error_is_reported_with_its_traceback(tmp_path: Path) -> N
     reply = child.answer({"function": "operator:truediv", "folder": str(tmp_path)})
     assert reply["crash"] == 1
     assert reply["tail"][-1] == "ZeroDivisionError: division by zero"
+
+
+def linears(model: Any) -> dict[str, Any]:
+    from bitsandbytes.nn import Linear4bit
+
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear4bit)}
+
+
+def values(model: Any) -> dict[str, Any]:
+    from bitsandbytes.functional import dequantize_4bit
+
+    return {
+        name: dequantize_4bit(layer.weight.data, layer.weight.quant_state).clone()
+        for name, layer in linears(model).items()
+    }
+
+
+def evaluate(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.arange(24)[None]).logits
+
+
+def test_an_evaluation_changes_no_weight_and_stops_no_gradient(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)  # it repacks
+    model = load_model(ModelRef(served, quantization=NF4))
+    before, stored = values(model), {k: v.clone() for k, v in model.state_dict().items()}
+    logits = evaluate(model)
+    assert [n for n, now in values(model).items() if not torch.equal(now, before[n])] == []
+    assert [n for n, v in model.state_dict().items() if not torch.equal(v, stored[n])] == []
+    embedded = model.get_input_embeddings()(torch.arange(24)[None]).detach().requires_grad_()
+    again = model.train()(inputs_embeds=embedded).logits
+    assert torch.equal(again, logits), "there is no dropout: training computes the same"
+    (gradient,) = torch.autograd.grad(again.float().square().sum(), embedded)
+    assert gradient.abs().amax(-1).gt(0).all()

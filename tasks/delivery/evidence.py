@@ -234,7 +234,7 @@ def _text(path: Path) -> str:
     """Return the text of a small file; "" if it cannot be read."""
     try:
         return read_text(path, _MAX_BYTES) if path.is_file() else ""
-    except ArtifactError:
+    except (ArtifactError, OSError):
         return ""
 
 

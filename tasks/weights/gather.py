@@ -71,21 +71,12 @@ def plan_full(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> Plan:
-    """Plan a checkpoint from the trained parameters.
+    """Plan a checkpoint from the trained parameters, by live name without wrapper prefixes.
 
-    Args:
-        trained: trained tensors by live name without wrapper prefixes; input "trained".
-        model: the model, described with the keys of the base if there is one.
-        base: header entries of the base checkpoint, input "base"; the source of buffers and of
-            tensors that the model does not read.
-        frozen: take parameters that are not in `trained` from the base, too.
-        buffers: those of `trained` that are buffers; dropped if the model's class has none such.
-        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
-        max_shard_bytes: limit of tensor data in one output file.
-
-    Raises:
-        ContractError: lists every finding: names that the model does not have, tensors that are
-            missing, shapes that differ. What no text passes (`Model.towers`) may be missing.
+    `base` is the source of buffers and of tensors that the model does not read, with `frozen` also
+    of parameters that were not trained. Those of `buffers` that the class does not have are
+    dropped. Raises ContractError with every finding: names that the model does not have, tensors
+    that are missing, shapes that differ. What no text passes (`Model.towers`) may be missing.
     """
     towers, base = set(model.towers), base or {}
     known = {*model.parameters, *(slot.live for slot in model.slots)}

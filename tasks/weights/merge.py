@@ -105,18 +105,11 @@ def plan_adapter(
 ) -> Planned:
     """Plan the merge of an adapter into the base, in the dtype and files of the output.
 
-    Reads headers of the base, and headers and values of the adapter. Raises ContractError with all
+    `config` is that of the base, decoded. `max_shard_bytes` None leaves files and dtype open.
+    `reward` is None for a language model; a base that is a reward model itself keeps its head, with
+    another the adapter has the full head (`modules_to_save`). Reads the adapter's values, of one
+    that was `scanned` by an audit only copies, without `values` none. Raises ContractError with all
     findings: the adapter does not fit the base, or no head exists.
-
-    Args:
-        config: config.json of the base, decoded.
-        model_dtype: torch name of the dtype in which the model's class is built.
-        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
-        max_shard_bytes: limit of tensor data in one output file; None leaves files and dtype open.
-        reward: of a reward model; None for a language model. A base that is a reward model itself
-            keeps its head; with another, the adapter has the full head (`modules_to_save`).
-        values: False leaves the values of the adapter unread.
-        scanned: True if an audit has read them: only copies are compared.
     """
     opened, tensors, name = open_model(base), None, ""
     if reward is not None:

@@ -239,15 +239,9 @@ def with_output(
 ) -> Plan:
     """Return the same plan with another dtype for floats and another size of files.
 
-    The output keeps the files of the input if no dtype changes and none of them is too large, so
-    that unchanged files can be linked.
-
-    Args:
-        plan: operations in the order of the input's files.
-        source: the input of most operations.
-        dtype: dtype of all float tensors; None keeps the dtype of each tensor.
-        max_shard_bytes: limit of the tensor data in one file.
-        wide: `Model.wide`.
+    The output keeps the files of `source`, the input of most operations, if no dtype changes and
+    none is too large: unchanged files are linked. `dtype` None keeps each tensor's; `wide` is
+    `Model.wide`.
     """
     files = files_of(source)
     if dtype is not None:

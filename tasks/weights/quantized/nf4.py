@@ -49,11 +49,8 @@ def lost_in_4_bits(checkpoint: Tensors) -> str | None:
 
     NF4 rounds most of its adapter's change away. An ordinary matrix has the same quantization error
     if its blocks are shifted by half their length; this one has a larger error then. A dequantized
-    matrix without a change loses nothing and is not reported.
-
-    Reads up to 131,072 elements of each matrix in the first, middle and last layer of each stack,
-    of one expert per layer. Returns the matrix and its relative quantization error as text, or
-    None.
+    matrix without a change loses nothing and is not reported. Reads parts of the first, middle and
+    last layer of each stack. Returns the matrix and its relative quantization error, or None.
     """
     stacks: dict[str, dict[int, dict[str, str]]] = {}
     for name, info in checkpoint.items():

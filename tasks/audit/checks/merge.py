@@ -88,7 +88,8 @@ def merge_wrong(source: Source) -> Iterator[Fault]:
     for state in (State.WRONG, State.MISSING):
         if wrong := [verdict for verdict in proof.of(state) if verdict not in changed]:
             times = sorted(each.sums.kept_share for each in wrong if each.sums is not None)
-            rest = f", with {times[0]:.3g} to {times[-1]:.3g} times the change" if times else ""
+            span = " to ".join(dict.fromkeys(f"{each:.3g}" for each in times[:1] + times[-1:]))
+            rest = f", with {span} times the change" if span else ""
             text = f"{state}{rest}: {len(wrong)} of {len(proof.verdicts)} tensors"
             yield Fault(text, "base + scale * B A", _file(source, wrong), _names(wrong))
     if changed:

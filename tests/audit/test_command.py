@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +13,6 @@ from flows.cli import tool
 from tasks.audit.run import audit
 from tasks.core.terminal import STARTED
 from tests.audit.making import adapter_tensors, make_adapter, make_model, tensors, wrapped
-from tests.commands import environment
-from tests.conftest import PROJECT
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -70,22 +66,3 @@ def test_a_repaired_copy(tmp_path: Path, typed: Typed, monkeypatch: pytest.Monke
     assert audit(out, values=True).ok
     status, _, errors = typed(*words)
     assert (status, "out_dir" in errors) == (2, True)
-
-
-def test_the_command_loads_nothing_that_it_does_not_use(tmp_path: Path) -> None:
-    base = make_model(tmp_path / "tiny")
-    heavy = ("torch", "transformers", "prefect", "mlflow", "vllm", "deepspeed", "peft", "hydra")
-    program = (
-        "import sys; from flows.cli.tool import main; status = main('audit')\n"
-        f"print('imported:', [name for name in {heavy!r} if name in sys.modules])\n"
-        "print('ours:', sum(name.split('.')[0] in ('flows', 'tasks') for name in sys.modules))\n"
-        "sys.exit(status)"
-    )
-    for words in (["--help"], [f"source={base}", f"base={base}", "values=true"]):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *words],
-            env=environment(PYTHONPATH=str(PROJECT)), capture_output=True, text=True, cwd=tmp_path
-        )  # fmt: skip
-        assert "imported: []" in done.stdout, done.stdout + done.stderr
-        if words == ["--help"]:
-            assert int(done.stdout.rpartition("ours: ")[2]) <= 70

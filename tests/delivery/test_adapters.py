@@ -6,8 +6,6 @@ import json
 import logging
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from flows.orchestration.flow_run import device_names
 from tasks.audit.run import audit
 from tasks.pipeline.locks import Needs, Patience, devices
 from tests.audit.making import edit_json
-from tests.commands import environment
-from tests.conftest import PROJECT
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft, with_rows
 from tests.tiny import save_model, save_tokenizer
@@ -101,23 +97,6 @@ def test_a_delivery_without_an_engine_waits_for_no_training(
     with devices(tmp_path / "runs", device_names(composed, Needs.DEVICE), Patience(0)):
         here(*words)
     assert not list((tmp_path / "runs").rglob("*.html"))
-
-
-def test_a_delivery_loads_nothing_of_training(tmp_path: Path) -> None:
-    program = "import sys, flows.delivery.run_delivery; print(*sys.modules)"
-    argv, variables = [sys.executable, "-c", program], environment(PYTHONPATH=str(PROJECT))
-    loaded = subprocess.check_output(argv, env=variables, text=True, cwd=tmp_path).split()
-    unused = {
-        "torch",
-        "prefect",
-        "mlflow",
-        "tasks.rl",
-        "tasks.training",
-        "tasks.toy",
-        "tasks.prepare",
-    }
-    assert unused & {*loaded} == set()
-    assert sum(name.startswith(("flows", "tasks")) for name in loaded) <= 165
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])

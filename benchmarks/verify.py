@@ -24,10 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
+from tasks.verify.dialects import connect
 from tasks.verify.reference import read_reference
-from tasks.verify.report import DECISIVE, Report
-from tasks.verify.run import Target, verify
-from tasks.verify.servers import connect
+from tasks.verify.run import DECISIVE, Report, Target, verify
 
 ADAPTER = "adapter_model.safetensors"
 SHARES = (1.0, 0.999, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5, 0.0)

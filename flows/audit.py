@@ -64,8 +64,9 @@ def _repair(settings: Mapping[str, Any]) -> None:
     base, out = settings["base"], folder(settings["out_dir"])
     with bounded_memory(settings["source"]):
         made = repair(folder(settings["source"]), out, base=folder(base) if base else None)
-    place = f"\n{out}: repaired, artifact {made.artifact.digest[:12]}"
-    print(plain("\n  ".join([place, *made.done])), file=sys.stderr)  # stdout has the report
+    place = f"\n{out}: repaired, artifact {made.digest[:12]}"
+    done = made.manifest()["notes"]["repaired"]
+    print(plain("\n  ".join([place, *done])), file=sys.stderr)  # stdout has the report
 
 
 def examine(settings: Mapping[str, Any]) -> Report:

@@ -35,7 +35,7 @@ from tasks.core.terminal import plain
 from tasks.pipeline.artifact import open_artifact
 from tasks.pipeline.artifact import verify as damages
 from tasks.tracking.mlflow_server import Version
-from tasks.verify.servers.server import ServerError
+from tasks.verify.server import ServerError
 
 KEY = "audit-registry"
 

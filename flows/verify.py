@@ -31,10 +31,9 @@ from flows.cli.output import folder, inside, no_folder, show
 from tasks.core.errors import ConfigError, Finding, PlumblineError
 from tasks.core.redaction import redact
 from tasks.core.terminal import plain
+from tasks.verify.dialects import connect
 from tasks.verify.reference import read_reference
-from tasks.verify.report import EXIT_STATUS, Report
-from tasks.verify.run import choose, verify
-from tasks.verify.servers import connect
+from tasks.verify.run import EXIT_STATUS, Report, choose, verify
 
 
 def job(composed: Composed, words: list[str]) -> int:

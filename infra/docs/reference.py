@@ -11,6 +11,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,10 +23,12 @@ sys.path.insert(0, str(PROJECT))  # mkdocs imports this file by its path
 
 from omegaconf import OmegaConf  # noqa: E402
 
+import tasks.audit.checks  # noqa: E402, F401 -- declares the codes
 from flows.cli import config, tool  # noqa: E402
 from flows.cli.usage import experiment_line, full  # noqa: E402
 from flows.cli.vocabulary import CONF, EXPERIMENTS, experiments  # noqa: E402
-from tasks.audit import page as findings_page  # noqa: E402
+from tasks.audit.check import CHECKS, Check  # noqa: E402
+from tasks.audit.source import commands as typed_commands  # noqa: E402
 from tasks.release.gate import NUMBERS  # noqa: E402
 
 OUTSIDE = {
@@ -74,6 +78,26 @@ def numbers() -> Iterator[str]:
         yield _row(f"`{name}`", f"`{number.key}`", before, ", ".join(number.kinds) or "all")
 
 
+def findings() -> Iterator[str]:
+    """Yield the lines of the page with everything that an audit finds."""
+    yield "# What `plumbline audit` finds"
+    yield "\nCodes are stable. An error means that a tool fails on the checkpoint, or that it is"
+    yield "not what was trained; a warning the same under a condition; an info is good to know."
+    yield "Failures that leave nothing in files (crashes) are for `deliver` and `verify`."
+    fixes = {name: f"`{text}`" for name, text in typed_commands("DIR").items()}
+    for module, checks in groupby(CHECKS, key=lambda each: each.module):
+        title = (import_module(module).__doc__ or "").partition("\n")[0].partition(":")[0]
+        yield f"\n## {title.removesuffix('.')}\n"
+        yield from (_finding(each, each.fix.format_map(fixes)) for each in checks)
+
+
+def _finding(each: Check, fix: str) -> str:
+    """Return a list item: code, severity, title, reason, fix and public reports."""
+    issues = f" ({each.issues})" if each.issues else ""
+    text = f"{each.title}: {each.why}. To fix it: {fix}."
+    return f"- **{each.code}** ({each.severity.value}): {text}{issues}"
+
+
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -82,7 +106,7 @@ GENERATED: dict[str, Callable[[], Iterable[str]]] = {
     "reference/experiments.md": experiment_pages,
     "reference/numbers.md": numbers,
     "reference/commands.md": commands,
-    "findings.md": lambda: [findings_page.page()],
+    "findings.md": findings,
 }
 
 

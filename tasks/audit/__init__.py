@@ -7,13 +7,11 @@
 
 check         `@check` declares a code at the function that looks for it; `examine` runs all
 checks/       the checks; a new one is one function in one of these files
-source        the opened and recognised folder that every check reads, from `folder`
-tensor_names  names without wrappers; embeddings
+source        the opened and recognised folder that every check reads
 scan          tensor data, read once
 pickles       names that loading a pickle would use; the harmless are in allowed_names.txt
-known         configuration fields, and the classes of vLLM and transformers
+known         configuration fields, names of tensors, classes of transformers
 class_contract  builds a class with transformers, in a child process
 repair        writes a copy with other names, index and format
 run           `audit` and `Report`
-page          the list of all findings
 """

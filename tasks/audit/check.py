@@ -6,13 +6,13 @@
         yield Fault("2 elements of 1 tensor", "finite numbers", tensors=["lm_head.weight"])
 
 `examine` runs all checks in the order in which they are declared: causes before consequences.
-The docstring is the title on the page of findings, which `python -m tasks.audit.page` prints.
+The docstring is the title on the page of findings, which `make docs` writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 from operator import attrgetter
@@ -115,6 +115,7 @@ class Fault:
     why: str = ""
     fix: str = ""
     repairable: bool = False  # true if `repair` removes it
+    code: str = ""  # another declared code than that of the check
 
 
 Run = Callable[[Source], Iterator[Fault]]
@@ -133,7 +134,6 @@ class Check:
     module: str
     needs: Sequence[Need]  # conditions without which it does not run
     run: Run
-    listed: bool = True  # false if another function declares the code
 
 
 CHECKS: list[Check] = []
@@ -160,17 +160,6 @@ def check(
     return declare
 
 
-def also(code: str, *, needs: Sequence[Need] = ()) -> Callable[[Run], Run]:
-    """Declare another function that looks for a code that is declared already."""
-
-    def declare(run: Run) -> Run:
-        first = next(each for each in CHECKS if each.code == code)
-        CHECKS.append(replace(first, module=run.__module__, needs=needs, run=run, listed=False))
-        return run
-
-    return declare
-
-
 def examine(source: Source) -> list[Finding]:
     """Return the findings of all checks without duplicates, the worst first."""
     import tasks.audit.checks  # noqa: F401 -- declares them
@@ -188,8 +177,8 @@ def examine(source: Source) -> list[Finding]:
             # An error: a folder that cannot be checked must never pass.
             name = each.module.rpartition(".")[2]
             reason = f"{name}: {type(error).__name__}: {error}"
-            failed = next(each for each in CHECKS if each.code == "CANNOT_JUDGE")
-            _add(findings, source, Fault(reason, "files as known tools write them"), failed, typed)
+            fault = Fault(reason, "files as known tools write them", code="CANNOT_JUDGE")
+            _add(findings, source, fault, each, typed)
     return sorted(findings, key=lambda finding: _RANK(finding.severity))
 
 
@@ -197,6 +186,8 @@ def _add(
     findings: dict[Finding, None], source: Source, fault: Fault, by: Check, typed: dict[str, str]
 ) -> None:
     file = fault.file
+    if fault.code:
+        by = next(each for each in CHECKS if each.code == fault.code)
     if fault.tensors and not file:
         # Names of modules, which are no keys, are in the only file of an adapter.
         only = source.weights.files[:1] if source.is_adapter else ()

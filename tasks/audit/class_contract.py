@@ -1,6 +1,6 @@
 """Build a model's class with transformers on the meta device, in a child process.
 
-Importing transformers is too slow for an audit of headers. Code that comes with a model is not run.
+Importing transformers is too slow for an audit of headers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
-from tasks.audit.known import first_architecture
-from tasks.audit.source import CONFIG, Kind, Source
+from tasks.audit.source import CONFIG
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.process.child import child_environment
 from tasks.weights.model import known_facts, model_facts
@@ -25,18 +24,9 @@ Arguments = TypeVarTuple("Arguments")
 _PROJECT = Path(__file__).resolve().parents[2]
 _CALL, _RESULT = "call.pickle", "result.pickle"
 _LIMIT_S = 300.0
-_MAX_TENSORS = 200_000
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
 _RESULTS: dict[bytes, Any] = {}
 """Results by function, config.json and shapes: source and base often share them."""
-
-
-def can_be_built(source: Source) -> bool:
-    """Return True if transformers can build the class and all tensors are known."""
-    config, name = source.config(), first_architecture(source.config())
-    served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
-    plain = not config.get("auto_map") and not config.get("quantization_config")
-    return served and plain and bool(name) and len(source.tensors) <= _MAX_TENSORS
 
 
 def perform_apart(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:

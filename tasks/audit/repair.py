@@ -8,12 +8,11 @@ is the line to write. The copy is audited before it is published.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.audit.check import Finding, errors_of, examine
+from tasks.audit.known import cannot_rename, new_names
 from tasks.audit.source import Source, open_source
-from tasks.audit.tensor_names import cannot_rename, new_names
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.files import open_up
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin, publish, staging
@@ -27,21 +26,11 @@ _MAX_SHARD_BYTES = 5_000_000_000
 _INPUT = "source"
 
 
-@dataclass(frozen=True)
-class Repaired:
-    """The new folder, and the changes, one line each."""
-
-    artifact: Artifact
-    done: tuple[str, ...]
-
-
-def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
+def repair(root: Path, out: Path, *, base: Path | None = None) -> Artifact:
     """Write a repaired copy of a folder, which is only read, to an absent or empty folder.
 
-    Raises:
-        ConfigError: `out` is not empty, or there is nothing to repair.
-        ContractError: something cannot be repaired without inventing data; lists every reason.
-        ArtifactError: a file cannot be read or written.
+    Its manifest notes what was `repaired`. Raises ConfigError if `out` is not empty or there is
+    nothing to repair, and ContractError with every reason if that would invent data.
     """
     if _within(out, root) or _within(root, out):
         raise ConfigError(
@@ -71,7 +60,7 @@ def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
     return _write(source, out, done)
 
 
-def _write(source: Source, out: Path, done: list[str]) -> Repaired:
+def _write(source: Source, out: Path, done: list[str]) -> Artifact:
     kind, stem = ("adapter", "adapter_model") if source.is_adapter else ("weights", "model")
     names, folder = new_names(source), source.folder
     renamed = [f"{old} is now {new}" for new, old in names.items() if new != old]
@@ -96,7 +85,7 @@ def _write(source: Source, out: Path, done: list[str]) -> Repaired:
         notes = {"repaired": done}
         artifact = publish(work, out, Origin(kind, "audit", out.name, notes=notes))
     open_up(out)
-    return Repaired(artifact, tuple(done))
+    return artifact
 
 
 def _is_copied(name: str) -> bool:

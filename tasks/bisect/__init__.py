@@ -5,10 +5,8 @@
 
 Every module of b gets the inputs that it had in a, so that a difference stays where it arises.
 
-run        bisect two folders in a child process
-folders    load both models there, and judge their differences
-compare    compare two loaded models module by module
-calls      a model's modules by name: record their calls, replay them in another model
+run        bisect two folders: load both in a child process, compare, judge
+compare    record the calls of a model's modules, replay them in another model
 tensors    compare two tensors: equal, rounded to a format, or different, and why
 report     the result: verdict, text and JSON
 """

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from tasks.audit.check import Finding, Severity
 from tasks.audit.checks.files import TRAINER_STATE
-from tasks.audit.checks.templates import SETTINGS
 from tasks.audit.checks.tokens import GENERIC_TOKENIZER
+from tasks.audit.known import SETTINGS
 from tasks.audit.run import Report, audit
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, setting
 from tasks.audit.source import Kind as Audited

@@ -324,28 +324,24 @@ def kl_numbers(kl: NDArray[np.float64]) -> dict[str, float]:
     return {name: float(value) for name, value in {**numbers, "median_kl": np.median(kl)}.items()}
 
 
-def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrift:
-    """Compare two models' scores of the same texts.
+def score_drift(reference: ScorePrint, new: ScorePrint) -> RewardDrift:
+    """Return the drift of `new` from `reference`.
 
     Raises DataError if the reference gives all texts the same score, which has no scale, and
-    DriftError if a score is not finite.
+    DriftError if a score is not finite, or of another text.
     """
-    if not all(map(math.isfinite, (*reference, *new))):
-        raise DriftError("rewards that are NaN or infinite")
-    unit = pstdev(reference)
-    if unit == 0:
-        raise DataError(
-            f"the reference gives all {len(reference)} texts the same reward",
-            hint="smoke.texts=<file with several different texts>, or smoke.engine=none",
-        )
-    differences = [abs(a - b) / unit for a, b in zip(reference, new, strict=True)]
-    pairs = [(a, b) for a, b in combinations(zip(reference, new, strict=True), 2) if a[0] != b[0]]
-    alike = [(a[0] < b[0]) == (a[1] < b[1]) and a[1] != b[1] for a, b in pairs]
-    return RewardDrift(fmean(differences), max(differences), fmean(alike), unit)
-
-
-def score_drift(reference: ScorePrint, new: ScorePrint) -> RewardDrift:
-    """Return the drift of `new` from `reference`; see `reward_drift`."""
     if reference.probes != new.probes:
         raise DriftError("scores are not comparable: they are of other texts")
-    return reward_drift(reference.scores, new.scores)
+    both = list(zip(reference.scores, new.scores, strict=True))
+    if not all(math.isfinite(score) for pair in both for score in pair):
+        raise DriftError("rewards that are NaN or infinite")
+    unit = pstdev(reference.scores)
+    if unit == 0:
+        raise DataError(
+            f"the reference gives all {len(both)} texts the same reward",
+            hint="smoke.texts=<file with several different texts>, or smoke.engine=none",
+        )
+    differences = [abs(a - b) / unit for a, b in both]
+    pairs = [(a, b) for a, b in combinations(both, 2) if a[0] != b[0]]
+    alike = [(a[0] < b[0]) == (a[1] < b[1]) and a[1] != b[1] for a, b in pairs]
+    return RewardDrift(fmean(differences), max(differences), fmean(alike), unit)

@@ -47,6 +47,19 @@ class Witness:
         return f"{step}{by}, {len(facts['probes'])} probes"
 
 
+def part(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return a mapping in a record; empty if there is none."""
+    value = document.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def active_adapter(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the PEFT configuration of the recorded adapter that is active; empty without one."""
+    adapters, active = part(part(facts, "peft"), "adapters"), part(facts, "peft").get("active")
+    names = [name for name in active if name in adapters] if isinstance(active, list) else []
+    return part(adapters, names[0] if names else next(iter(adapters), ""))
+
+
 def find_witness(root: Path) -> Witness | None:
     """Return the record in a checkpoint's folder; None if it has none.
 

@@ -27,13 +27,11 @@ from tasks.serving.http_server import NAME
 from tasks.serving.llama_cpp import find_programs, gguf_file, serve_command
 from tasks.serving.vllm.job import STAGE, time_limit
 from tasks.serving.vllm.server import AT_ONCE, running
-from tasks.verify.asked import Asked
-from tasks.verify.compare import Aligned
+from tasks.verify.compare import Aligned, Asked
+from tasks.verify.dialects import LlamaCppServer, OpenAiServer
 from tasks.verify.reference import Probe, Reference, token_facts
 from tasks.verify.run import run_checks
-from tasks.verify.servers.client import Client, parallel
-from tasks.verify.servers.dialects import LlamaCppServer, OpenAiServer
-from tasks.verify.servers.server import Generated, Server
+from tasks.verify.server import Client, Generated, Server, parallel
 from tasks.witness.plumbline_witness.prints import FINGERPRINT
 from tasks.witness.plumbline_witness.probes import CHATS
 

@@ -1,18 +1,18 @@
 """Ask a running server whether it is the model that was trained. Neither torch nor vLLM is needed.
 
-server = connect("http://host:8000")                    servers/: vLLM, SGLang, llama.cpp, OpenAI
+server = connect("http://host:8000")                    dialects: vLLM, SGLang, llama.cpp, OpenAI
 reference = read_reference(folder)                      a witness, or a folder that Plumbline served
 target = choose(server.models(), folder, model=None, base=None)
-report = verify(server, target, reference, "standard")  checks/ on one `Asked`
+report = verify(server, target, reference, "standard")
 print(report.text()); report.outcome, report.causes
 
-compare.py has the distance of a server from a fingerprint, checks/weights.py what it looks like.
+The checks stand in weights, prompt, sampling and load: each takes `Asked` (compare), the server
+and the reference, and returns one row of the report.
 """
 
+from tasks.verify.dialects import connect
 from tasks.verify.reference import Reference, read_reference
-from tasks.verify.report import EXIT_STATUS, Report
-from tasks.verify.run import Target, choose, verify
-from tasks.verify.servers import connect
+from tasks.verify.run import EXIT_STATUS, Report, Target, choose, verify
 
 __all__ = [
     "EXIT_STATUS", "Reference", "Report", "Target", "choose", "connect",

@@ -20,12 +20,13 @@ import numpy as np
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.core.terminal import command
 from tasks.drift.fingerprint import Fingerprint, drift, require_informative
-from tasks.drift.witness import find_witness
+from tasks.drift.witness import active_adapter, find_witness
 from tasks.weights.files.documents import read_json, read_manifest
 from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of, template_of
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, FOLDER, NOISE
 from tasks.witness.plumbline_witness.probes import CALLED, CHATS, SCHEMA, TOOLS
+from tasks.witness.plumbline_witness.probes import Probe as Recorded
 
 SIBLINGS = 8
 """Most other models that are read."""
@@ -36,13 +37,12 @@ _DATE = re.compile(r"strftime|datetime|\bnow\b|today")
 
 
 @dataclass(frozen=True)
-class Probe:
-    """One token sequence of the reference."""
+class Probe(Recorded):
+    """One token sequence of the reference, of kind "served" in a served folder.
 
-    ids: tuple[int, ...]  # at least two; none of a conversation whose text alone is known
-    kind: str  # "text", "chat", "prompt" (of the user), "row" (of the data), "served"
-    number: int  # position in its set
-    text: str | None = None  # what was tokenised, for conversations as rendered
+    A conversation whose text alone is known has no ids.
+    """
+
     turns: tuple[Mapping[str, Any], ...] | None = None  # None for those of `CHATS`
     tools: tuple[Mapping[str, Any], ...] = ()
 
@@ -91,10 +91,7 @@ class Reference:
     @property
     def adapter(self) -> Mapping[str, Any]:
         """PEFT configuration of the active adapter; empty without one."""
-        peft = self.facts.get("peft") or {}
-        adapters = peft.get("adapters") or {}
-        active = next((name for name in peft.get("active") or () if name in adapters), None)
-        return adapters.get(active or next(iter(adapters), ""), {})
+        return active_adapter(self.facts)
 
     def token_settings(self, part: str) -> Mapping[str, Any]:
         """Return what the "tokenizer", "generation_config" or "config" says about tokens."""

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.audit import folder as folders
 from tasks.audit import pickles as scan
+from tasks.audit import source as folders
 from tasks.audit.pickles import TENSORS, TORCH, TRAINERS, Scanned, Scanner
 from tasks.audit.run import audit
 from tests.audit.hostile.corpus import array, cases, legacy, program, reduce, zipped

@@ -17,7 +17,7 @@ from tasks.audit.repair import repair
 from tasks.audit.run import audit
 from tasks.core.errors import ContractError
 from tasks.drift.fingerprint import Fingerprint
-from tasks.witness.plumbline_witness.facts import headers_digest
+from tasks.witness.plumbline_witness.record import headers_digest
 from tests.audit.making import (
     by_code,
     edit_json,
@@ -158,7 +158,7 @@ def test_a_repaired_copy_keeps_the_record_and_certifies_no_other_adapter(
     (source / "notes" / "of").mkdir(parents=True)
     (source / "notes" / "of" / "training.txt").write_text("lr 1e-4")
     assert audit(source, base=base).mendable
-    copy = repair(source, tmp_path / "copy", base=base).artifact.path
+    copy = repair(source, tmp_path / "copy", base=base).path
     for name in (record, "plumbline.witness/fingerprint.fp", "notes/of/training.txt"):
         assert (copy / name).read_bytes() == (source / name).read_bytes()
     edit_json(source / "adapter_config.json", use_rslora=True)

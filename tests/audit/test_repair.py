@@ -59,10 +59,10 @@ def test_a_repaired_copy_has_the_same_tensors(tmp_path: Path) -> None:
         assert audit(root).mendable, name
         done = repair(root, tmp_path / name)
         assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
-        assert verify(open_artifact(done.artifact.path)) == []
-        assert done.artifact.manifest()["notes"]["repaired"] == list(done.done)
-        assert errors(codes(done.artifact.path, values=True)) == set()
-        (file,) = done.artifact.path.glob("*.safetensors")
+        assert verify(open_artifact(done.path)) == []
+        assert done.manifest()["notes"]["repaired"]
+        assert errors(codes(done.path, values=True)) == set()
+        (file,) = done.path.glob("*.safetensors")
         assert same(file, arrays), name
 
 

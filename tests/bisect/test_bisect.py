@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.bisect.calls import places
-from tasks.bisect.folders import compare_folders
+from tasks.bisect.compare import places
 from tasks.bisect.report import REDO, Report
-from tasks.bisect.run import Options, bisect
+from tasks.bisect.run import Options, bisect, compare_folders
 from tasks.bisect.tensors import compare
 from tasks.evaluation.scoring import ModelRef
 from tests.audit.making import edit_json

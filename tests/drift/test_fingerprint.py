@@ -22,10 +22,9 @@ from tasks.drift.fingerprint import (
     ScorePrint,
     agreeing,
     drift,
-    reward_drift,
+    score_drift,
 )
-from tasks.drift.share import adapter_share
-from tasks.drift.verdict import limit_in, limit_of_scores, share_checks, verdict
+from tasks.drift.verdict import adapter_share, limit_in, limit_of_scores, share_checks, verdict
 from tasks.witness.plumbline_witness.prints import (
     BASE,
     FINGERPRINT,
@@ -151,16 +150,16 @@ def test_the_noise_of_an_engine_is_no_other_scale_of_an_adapter_below_it(tmp_pat
 
 
 def test_repeat_noise_widens_the_limit_of_scores_and_never_narrows_it() -> None:
-    live, new = [0.0, 1.0, 2.0, 3.0], [0.01, 1.01, 2.01, 2.99]
-    drifted = reward_drift(live, new)
+    live, new = (0.0, 1.0, 2.0, 3.0), (0.01, 1.01, 2.01, 2.99)
+
+    def prints(*noises: float | None) -> list[ScorePrint]:
+        both = zip((live, new), noises, strict=True)
+        return [ScorePrint(((1, 2),) * 4, scores, "test", noise) for scores, noise in both]
 
     def limit(*noises: float | None) -> DriftLimit:
-        prints = (
-            ScorePrint(((1, 2),) * 4, tuple(scores), "test", noise)
-            for scores, noise in zip((live, new), noises, strict=True)
-        )
-        return limit_of_scores(*prints, EXACT)
+        return limit_of_scores(*prints(*noises), EXACT)
 
+    drifted = score_drift(*prints(None, None))
     assert not verdict(drifted, EXACT).ok
     assert verdict(drifted, limit(0.01, None)).ok
     assert not verdict(drifted, limit(0.002, None)).ok

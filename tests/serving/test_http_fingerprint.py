@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tasks.drift.fingerprint import Fingerprint, drift
 from tasks.evaluation.serve_http import fingerprint_of
 from tasks.verify.compare import align
-from tasks.verify.servers.server import Entry, Scores
+from tasks.verify.server import Entry, Scores
 
 PROBES = (tuple(range(40)), tuple(range(5, 60)))
 POSITIONS = sum(len(probe) - 1 for probe in PROBES)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.drift.fingerprint import Fingerprint
-from tasks.verify.checks.sampling import Settings
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.servers.server import Entry, Generated, Scores, ServedModel, Server
+from tasks.verify.sampling import Settings
+from tasks.verify.server import Entry, Generated, Scores, ServedModel, Server
 from tasks.witness.plumbline_witness.prints import largest_steps
 
 Array = NDArray[Any]

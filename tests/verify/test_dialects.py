@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.verify.servers import connect
-from tasks.verify.servers.server import (
+from tasks.verify.dialects import connect
+from tasks.verify.server import (
     SAMPLED,
     Scores,
     Server,

@@ -10,9 +10,8 @@ import pytest
 
 from tasks.core.errors import ConfigError
 from tasks.serving.vllm.colocation import KEY_VARIABLE
-from tasks.verify.servers import connect
-from tasks.verify.servers.client import Client
-from tasks.verify.servers.server import ServerError
+from tasks.verify.dialects import connect
+from tasks.verify.server import Client, ServerError
 from tests.answering import Reply, Requests, answering, refusal
 from tests.verify.serving import free_port
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tasks.core.report import Row
-from tasks.verify.asked import Asked
-from tasks.verify.checks.load import batching, leak, long_prompts, prefix_cache, streaming
+from tasks.verify.compare import Asked
+from tasks.verify.load import batching, leak, long_prompts, prefix_cache, streaming
 from tests.verify.toy import MODELS, ToyServer, causes, reference
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tasks.drift.fingerprint import drift
-from tasks.verify.asked import Asked
-from tasks.verify.checks.sampling import sampling
-from tasks.verify.checks.weights import adapter, base, distribution
+from tasks.verify.compare import Asked
 from tasks.verify.reference import read_reference
 from tasks.verify.run import run_checks
+from tasks.verify.sampling import sampling
+from tasks.verify.weights import adapter, base, distribution
 from tests.verify.synthetic import ArrayServer, World, noisy, world, write_witness
 
 

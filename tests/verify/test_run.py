@@ -12,9 +12,8 @@ import pytest
 
 from tasks.core.report import Cause, Row
 from tasks.verify.compare import align, kl_of
-from tasks.verify.report import EXIT_STATUS, Report
-from tasks.verify.run import Target, choose, verify
-from tasks.verify.servers.server import ServedModel, ServerError
+from tasks.verify.run import EXIT_STATUS, Report, Target, choose, verify
+from tasks.verify.server import ServedModel, ServerError
 from tasks.witness.plumbline_witness.prints import FormatNoise
 from tests.verify.synthetic import ArrayServer, world
 from tests.verify.synthetic import answers as scores

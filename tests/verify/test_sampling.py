@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tasks.verify.asked import Asked
-from tasks.verify.checks.sampling import Settings, sampling
+from tasks.verify.compare import Asked
 from tasks.verify.run import run_checks
-from tasks.verify.servers.server import Generated, ServerError
+from tasks.verify.sampling import Settings, sampling
+from tasks.verify.server import Generated, ServerError
 from tests.verify.synthetic import ArrayServer, World, noisy, world
 
 SHAPES = [  # vocabulary, spread of the logits, change by an adapter; 0 for none

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.drift.fingerprint import PROFILES
-from tasks.drift.share import adapter_share
+from tasks.drift.verdict import adapter_share
 from tasks.verify.compare import align, distance, format_of, kl_of
-from tasks.verify.servers.server import EMPTY, Entry, Scores
+from tasks.verify.server import EMPTY, Entry, Scores
 from tests.verify.synthetic import answers, fingerprint, logprobs_of, world
 
 STANDARD = PROFILES["standard"]

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from tasks.core.report import Row
 from tasks.drift.fingerprint import Fingerprint
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.servers.client import parallel
-from tasks.verify.servers.server import (
+from tasks.verify.server import (
     Entry,
     Generated,
     Scores,
@@ -28,6 +27,7 @@ from tasks.verify.servers.server import (
     ServerError,
     entry,
     is_chat,
+    parallel,
 )
 from tasks.witness.plumbline_witness.probes import CHATS, TEXTS
 from tests.answering import Answer, refusal

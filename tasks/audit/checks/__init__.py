@@ -1,6 +1,6 @@
 """Checks of an opened source, in the order of the report; see `tasks.audit.check`.
 
-folder, files      the folder, checkpoints that are not gathered, weight files
+files              the folder, its files and weights; checkpoints that are not gathered
 names, heads       names and shapes of tensors, heads
 adapter            PEFT adapters, and what servers leave out of them
 templates, tokens  chat templates, tokenizers
@@ -11,7 +11,6 @@ values, merge      numbers: by themselves, against the base; merges of adapters
 """
 
 from tasks.audit.checks import (  # isort: skip -- in the order of the report
-    folder as folder,
     files as files,
     names as names,
     heads as heads,

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from tasks.audit.check import ADAPTER, BASE, ERROR, WARNING, Fault, check, some
-from tasks.audit.known import is_multimodal, text_config, texts
+from tasks.audit.known import INPUT, OUTPUT, TOWER, adapter_name, is_multimodal, text_config, texts
 from tasks.audit.source import ADAPTER_CONFIG, Kind, Source
-from tasks.audit.tensor_names import INPUT, OUTPUT, TOWER, adapter_name
 from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.files.tensors import Tensor
 from tasks.weights.heads import SIDE_FILES

@@ -8,16 +8,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, also, check, either
+from tasks.audit.check import BASE, ERROR, INFO, MODEL, WARNING, WHOLE, Fault, check, either
 from tasks.audit.checks.names import is_declared_elsewhere
-from tasks.audit.checks.templates import SETTINGS
 from tasks.audit.checks.tokens import GENERATION, GENERIC_TOKENIZER
-from tasks.audit.known import of_text, text_config, texts
+from tasks.audit.known import (
+    SETTINGS,
+    TOWER,
+    embeddings_of,
+    of_text,
+    plain_tensors,
+    tail_of,
+    text_config,
+    texts,
+)
 from tasks.audit.source import CONFIG, Source, setting
-from tasks.audit.tensor_names import TOWER, embeddings_of, plain_tensors, tail_of
 from tasks.weights.files.dtypes import DTYPE_NAMES, ITEM_BITS
 from tasks.weights.files.tensors import Tensor, Tensors
-from tasks.weights.quantized.config_fields import QUANTIZATION, stored
+from tasks.weights.quantized.config_fields import QUANTIZATION, group_weights, stored
 
 _NEW_TOKENIZER = "TokenizersBackend"
 """Tokenizer class that transformers 5 writes."""
@@ -287,57 +294,63 @@ _SIMPLE = re.compile(r"re:\^?([\w.-]|\\\.|\.\*)*\$?")
     issues="vLLM #11790, vLLM #25797, auto-round #422",
 )  # fmt: skip
 def quantised_layout(source: Source) -> Iterator[Fault]:
-    """The modules in 16 bits, or the group size, are others than config.json says."""
-    fields, tensors = source.config().get(QUANTIZATION), source.tensors
+    """Modules in 16 bits, or sizes of groups of columns, are others than config.json says."""
+    fields = source.config().get(QUANTIZATION)
     method = fields.get("quant_method") if isinstance(fields, Mapping) else None
     if fields is None or method not in ("awq", "gptq", "compressed-tensors", "bitsandbytes", "fp8"):
         return
-    groups = (fields.get("config_groups") or {}).values()
+    yield from _listed(source.tensors, fields)
+    # Sizes of single modules, and AWQ's other layouts.
+    other = (
+        fields.get("dynamic") or fields.get("extra_config") or "gemv" in str(fields.get("version"))
+    )
+    if method in ("awq", "gptq", "compressed-tensors") and not other:
+        yield from _group_sizes(source.tensors, fields)
+
+
+def _listed(tensors: Tensors, fields: Mapping[str, Any]) -> Iterator[Fault]:
+    """Compare the packed modules with the lists of those in 16 bits."""
     listed = [name for key in _LISTS for name in texts(fields.get(key))]
     patterns = [name for name in listed if name.startswith("re:")]
+    if not all(_SIMPLE.fullmatch(each) and each.count("*") < 4 for each in patterns):
+        return
     packed = {match[1] for key in tensors if (match := _PACKED_AS.fullmatch(key))}
-    if all(_SIMPLE.fullmatch(each) and each.count("*") < 4 for each in patterns):
-        names = {name.removeprefix("model.") for name in listed}
-        anywhere = "|".join(each[3:] for each in patterns)
-        is_listed = {
-            module: not names.isdisjoint(_inner(module))
-            or bool(patterns and re.match(anywhere, module))
-            for module in {*packed, *(key.removesuffix(".weight") for key in tensors)}
-        }
-        own = {module for module in packed if not module.startswith("mtp.")}  # layers by that name
-        if wrong := sorted(module for module in own if is_listed[module]):
-            yield Fault(f"{len(wrong)} packed modules are listed", "16 bits", CONFIG, wrong)
-        leaves, tails = {name.rpartition(".")[2] for name in packed}, {*map(tail_of, listed)}
-        if groups:  # compressed-tensors: other targets than all linear layers are its own business
-            is_all = any("Linear" in group.get("targets", ()) for group in groups)
-            leaves = leaves | {"lm_head"} if is_all else set()
-        loose = {key.removesuffix(".weight") for key, t in tensors.items() if len(t.shape) == 2}
-        wrong = sorted(
-            module
-            for module in loose - packed
-            if not TOWER.search(module)
-            if module.rpartition(".")[2] in leaves and not is_listed[module]
-            if tail_of(module) not in tails and method != "gptq"
-        )
-        if wrong:
-            yield Fault(f"{len(wrong)} modules in 16 bits, not listed", "packed", CONFIG, wrong)
+    names = {name.removeprefix("model.") for name in listed}
+    anywhere = "|".join(each[3:] for each in patterns)
+    is_listed = {
+        module: not names.isdisjoint(_inner(module))
+        or bool(patterns and re.match(anywhere, module))
+        for module in {*packed, *(key.removesuffix(".weight") for key in tensors)}
+    }
+    own = {module for module in packed if not module.startswith("mtp.")}  # layers by that name
+    if wrong := sorted(module for module in own if is_listed[module]):
+        yield Fault(f"{len(wrong)} packed modules are listed", "16 bits", CONFIG, wrong)
+    leaves, tails = {name.rpartition(".")[2] for name in packed}, {*map(tail_of, listed)}
+    if groups := (fields.get("config_groups") or {}).values():
+        # compressed-tensors: other targets than all linear layers are its own business
+        is_all = any("Linear" in group.get("targets", ()) for group in groups)
+        leaves = leaves | {"lm_head"} if is_all else set()
+    loose = {key.removesuffix(".weight") for key, t in tensors.items() if len(t.shape) == 2}
+    wrong = sorted(
+        module
+        for module in loose - packed
+        if not TOWER.search(module)
+        if module.rpartition(".")[2] in leaves and not is_listed[module]
+        if tail_of(module) not in tails and fields.get("quant_method") != "gptq"
+    )
+    if wrong:
+        yield Fault(f"{len(wrong)} modules in 16 bits, not listed", "packed", CONFIG, wrong)
 
 
-@also("QUANT_LAYOUT", needs=(MODEL, WHOLE))
-def group_sizes(source: Source) -> Iterator[Fault]:
-    """Scales of other groups of columns than config.json says."""
-    fields, tensors = source.config().get(QUANTIZATION), source.tensors
-    method = fields.get("quant_method") if isinstance(fields, Mapping) else None
-    if fields is None or method not in ("awq", "gptq", "compressed-tensors"):
-        return
-    # Sizes of single modules, and AWQ's other layouts.
-    if fields.get("dynamic") or fields.get("extra_config") or "gemv" in str(fields.get("version")):
-        return
-    packs = method != "awq"  # AWQ packs rows
-    groups = (fields.get("config_groups") or {}).values()
-    weights = [group.get("weights") or {} for group in groups] or [fields]
-    sizes = [(each.get("group_size"), each.get("num_bits", each.get("bits"))) for each in weights]
-    key, at, axis = ("weight_packed", "weight_scale", 1) if groups else ("qweight", "scales", 0)
+def _group_sizes(tensors: Tensors, fields: Mapping[str, Any]) -> Iterator[Fault]:
+    """Compare the groups of columns that share a scale."""
+    packs = fields.get("quant_method") != "awq"  # AWQ packs rows
+    weights = group_weights(fields)
+    sizes = [
+        (each.get("group_size"), each.get("num_bits", each.get("bits")))
+        for each in weights or [fields]
+    ]
+    key, at, axis = ("weight_packed", "weight_scale", 1) if weights else ("qweight", "scales", 0)
     others = defaultdict[int, list[str]](list)
     for name, matrix in tensors.items() if any(map(all, sizes)) else ():
         scale = tensors.get(f"{name.removesuffix(key)}{at}")
@@ -372,12 +385,12 @@ def dtypes(source: Source) -> Iterator[Fault]:
     config, base = source.config(), source.base
     if source.is_model and stored(config) is not None:
         return  # scales and states have their own
-    compared = _compared(source)
-    sizes = _matrix_bytes(compared)
+    matrices = _matrices(source)
+    sizes = _bytes_by_dtype(matrices)
     if not sizes:
         return
     usual = sizes.most_common(1)[0][0]
-    odd = [key for key, t in compared.items() if _is_matrix(t) and t.dtype != usual]
+    odd = [key for key, tensor in matrices.items() if tensor.dtype != usual]
     if odd:
         shares = (f"{name} {nbytes / sizes.total():.0%}" for name, nbytes in sizes.items())
         yield Fault(f"{', '.join(shares)} of the bytes", usual, tensors=odd)
@@ -387,13 +400,13 @@ def dtypes(source: Source) -> Iterator[Fault]:
     wanted = DTYPE_NAMES.get(dtype, usual) if isinstance(dtype, str) else usual
     others = [f"dtype {dtype} in {CONFIG}"] if wanted != usual else []
     if base is not None and base.is_model and stored(base.config()) is None:
-        of_base = _matrix_bytes(base.tensors).most_common(1)
+        of_base = _bytes_by_dtype(_matrices(base)).most_common(1)
         others += [f"the base has {of_base[0][0]}"] if of_base and of_base[0][0] != usual else []
     if others:
         yield Fault(f"{usual} weights, {'; '.join(others)}", "the same", file=CONFIG)
 
 
-def _compared(source: Source) -> dict[str, Tensor]:
+def _matrices(source: Source) -> dict[str, Tensor]:
     """Return the matrices of one dtype; many families keep norms, biases and gates in fp32.
 
     peft keeps LoRA pairs in fp32; modules that it stores in full have the base's dtype.
@@ -404,17 +417,12 @@ def _compared(source: Source) -> dict[str, Tensor]:
         for key, tensor in source.tensors.items()
         if (".lora_" in key if source.is_adapter else key.endswith(".weight"))
         and not any(part in f".{key}" for part in heads)
+        and (len(tensor.shape) >= 2 and tensor.dtype in _FLOATS and tensor.nbytes > 0)
     }
 
 
-def _matrix_bytes(tensors: Tensors) -> Counter[str]:
-    """Return the number of bytes of matrices by dtype."""
+def _bytes_by_dtype(tensors: Tensors) -> Counter[str]:
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
-        if _is_matrix(tensor):
-            sizes[tensor.dtype] += tensor.nbytes
+        sizes[tensor.dtype] += tensor.nbytes
     return sizes
-
-
-def _is_matrix(tensor: Tensor) -> bool:
-    return len(tensor.shape) >= 2 and tensor.dtype in _FLOATS and tensor.nbytes > 0

@@ -15,9 +15,8 @@ from typing import Any
 
 from tasks.audit.check import ERROR, Fault, check, some
 from tasks.audit.checks.config import rope
-from tasks.audit.checks.templates import SETTINGS, template_places
 from tasks.audit.checks.tokens import GENERATION, tokens_of
-from tasks.audit.known import content, of_text, token_ids, whole
+from tasks.audit.known import SETTINGS, content, of_text, template_places, token_ids, whole
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, check, either
 from tasks.audit.checks.files import vllm_takes
-from tasks.audit.folder import open_weights
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, MODELS, Source, setting
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, MODELS, Source, open_weights, setting
 from tasks.weights.files.tensors import Tensors
 from tasks.weights.heads import (
     ADAPTER,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasks.audit.check import ERROR, INFO, WARNING, Fault, also, check
+from tasks.audit.check import ERROR, INFO, WARNING, Fault, check
 from tasks.audit.checks.adapter import adapter_keys, is_lora, plain_module
 from tasks.audit.checks.values import has_values
 from tasks.audit.class_contract import perform_apart
@@ -57,23 +57,6 @@ def _compared(source: Source) -> Proof:
     return proof
 
 
-def _changed(proof: Proof) -> tuple[int, list[Verdict]]:
-    """Return the number of tensors that the adapter does not touch, and those that differ."""
-    from tasks.weights.proof import State
-
-    untouched = [verdict for verdict in proof.verdicts if not verdict.touched]
-    return len(untouched), [each for each in untouched if each.state is State.WRONG]
-
-
-@also("WRONG_BASE", needs=(is_proven,))
-def merged_into_another(source: Source) -> Iterator[Fault]:
-    """Most tensors that the adapter does not touch differ from the base's."""
-    count, changed = _changed(_compared(source))
-    if len(changed) > max(_FEW, _OTHER_BASE * count):
-        text = f"{len(changed)} of {count} tensors that the adapter does not touch differ"
-        yield Fault(text, "the base's, bit for bit", tensors=_names(changed))
-
-
 @check(
     "MERGE_WRONG", ERROR, needs=(is_proven,),
     why="the model is not the trained one: it loads everywhere, and nothing fails",
@@ -84,7 +67,12 @@ def merge_wrong(source: Source) -> Iterator[Fault]:
     from tasks.weights.proof import State
 
     proof = _compared(source)
-    count, changed = _changed(proof)
+    untouched = [verdict for verdict in proof.verdicts if not verdict.touched]
+    count, changed = len(untouched), [v for v in untouched if v.state is State.WRONG]
+    if len(changed) > max(_FEW, _OTHER_BASE * count):
+        text = f"{len(changed)} of {count} tensors that the adapter does not touch differ"
+        yield Fault(text, "the base's, bit for bit", tensors=_names(changed), code="WRONG_BASE")
+        return
     for state in (State.WRONG, State.MISSING):
         if wrong := [verdict for verdict in proof.of(state) if verdict not in changed]:
             times = sorted(each.sums.kept_share for each in wrong if each.sums is not None)

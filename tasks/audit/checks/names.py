@@ -11,28 +11,27 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.check import ERROR, MODEL, WARNING, WHOLE, Fault, also, check
-from tasks.audit.class_contract import can_be_built, perform_apart
+from tasks.audit.check import ERROR, MODEL, WARNING, WHOLE, Fault, check
+from tasks.audit.class_contract import perform_apart
 from tasks.audit.known import (
-    first_architecture,
-    is_multimodal,
-    is_plain_text,
-    known_classes,
-    of_text,
-    text_config,
-    whole,
-)
-from tasks.audit.source import CONFIG, Kind, Source
-from tasks.audit.tensor_names import (
     TOWER,
     adapter_name,
     cannot_rename,
     embeddings_of,
+    first_architecture,
+    is_multimodal,
+    is_plain_text,
+    known_classes,
     model_name,
+    of_text,
     plain_tensors,
     tail_of,
+    text_config,
+    whole,
 )
+from tasks.audit.source import CONFIG, Kind, Source
 from tasks.core.errors import ArtifactError
+from tasks.drift.fingerprint import EXPERTS
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
 from tasks.weights.heads import OPENRLHF
 from tasks.weights.heads import WRAPPER as TRL_WRAPPER
@@ -153,11 +152,12 @@ def architecture_keys(source: Source) -> Iterator[Fault]:
 
 
 _EXPERT = re.compile(r"(?P<at>.+\.experts)\.(?P<number>\d{1,6})\.(?P<part>.+)")
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _IDENTITY = "zero_expert_num"
 """Setting of families with identity experts, which lack some or all tensors."""
 _MOST = 10_000
 """Most experts of a layer, and most missing tensors, to examine: the files may be malicious."""
+_MAX_TENSORS = 200_000
+"""Most tensors of a model that transformers builds."""
 
 Experts = dict[str, dict[int, set[str]]]
 """Parts of every expert, by the name of the layer's experts, then by number."""
@@ -175,7 +175,7 @@ def _experts(source: Source) -> Experts:
 
 def _expert_count(config: Mapping[str, Any]) -> int:
     """Return the number of routed experts per layer in config.json; 0 for none."""
-    counts = (whole(of_text(config, name)) for name in _EXPERT_COUNTS)
+    counts = (whole(of_text(config, name)) for name in EXPERTS)
     return next((count for count in counts if count), 0)
 
 
@@ -189,7 +189,12 @@ def _shapes(source: Source) -> Mapping[str, tuple[int, ...]] | str | None:
     if is_declared_elsewhere(source) or "ARCHITECTURE_KEYS" in source.codes or oversized(config):
         return None  # packed weights have other names and shapes
     facts = plain_model(_causal(config), "bfloat16", None)
-    if facts is None and source.values and can_be_built(source):
+    # Code that comes with a model is not run.
+    name = first_architecture(config)
+    served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
+    plain = name and not config.get("auto_map") and not config.get("quantization_config")
+    few = len(source.tensors) <= _MAX_TENSORS
+    if facts is None and source.values and served and plain and few:
         disk = {key: tuple(tensor.shape) for key, tensor in source.tensors.items()}
         try:
             facts = perform_apart(model_facts, source.folder.root, "bfloat16", disk)
@@ -250,15 +255,6 @@ def experts_fused(source: Source) -> Iterator[Fault]:
         yield Fault(text, "one tensor for each expert", tensors=fused, severity=severity)
 
 
-@also("ARCHITECTURE", needs=(MODEL, WHOLE))
-def cannot_be_built(source: Source) -> Iterator[Fault]:
-    """transformers cannot build a model from config.json: names and shapes are not checked."""
-    shapes = source.once(_shapes)
-    if isinstance(shapes, str):
-        expected = f"a class of {first_architecture(source.config())}"
-        yield Fault(shapes, expected, file=CONFIG, severity=WARNING)
-
-
 @check(
     "TENSOR_MISSING", ERROR, needs=(MODEL, WHOLE),
     why="transformers initialises them at random with a warning; vLLM stops, or leaves them empty",
@@ -268,6 +264,9 @@ def cannot_be_built(source: Source) -> Iterator[Fault]:
 def tensor_missing(source: Source) -> Iterator[Fault]:
     """Tensors of the class, or of the base, that are missing."""
     config, tensors, shapes = source.config(), source.once(plain_tensors), source.once(_shapes)
+    if isinstance(shapes, str):  # transformers cannot build it: names and shapes are not checked
+        expected = f"a class of {first_architecture(config)}"
+        yield Fault(shapes, expected, file=CONFIG, severity=WARNING, code="ARCHITECTURE")
     if reason := oversized(config):  # the config announces more tensors than any model has
         yield Fault(reason, "a plausible number of tensors", file=CONFIG)
         return

@@ -9,36 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, check
-from tasks.audit.source import Kind, Source
+from tasks.audit.known import PROCESSOR_TEMPLATES, template_places, writes_chats
+from tasks.audit.source import Source
 from tasks.weights.tokens.render_template import template_environment
-
-JINJA, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
-_PROCESSORS = ("chat_template.json", "processor_config.json")
-_DOCUMENTS = (SETTINGS, *_PROCESSORS)
-_DEFAULT = "default"
-
-
-def writes_chats(source: Source) -> bool:
-    """Return True for an adapter or a model that writes text."""
-    return source.is_adapter or source.kind in (Kind.MODEL, Kind.VALUE)
-
-
-def template_places(source: Source) -> dict[str, str]:
-    """Return the default template by the file that holds it, without empty ones."""
-    texts = {JINJA: source.folder.text(JINJA)}
-    for name in _DOCUMENTS:
-        texts[name] = _default(source.config(name).get("chat_template"))
-    return {name: text.strip("\n") for name, text in texts.items() if text.strip()}
-
-
-def _default(value: object) -> str:
-    """Return the default template of `chat_template`: a text, a mapping, or a list of pairs."""
-    if isinstance(value, Mapping):
-        value = value.get(_DEFAULT)
-    elif isinstance(value, list):
-        named = [pair for pair in value if isinstance(pair, Mapping)]
-        value = next((p.get("template") for p in named if p.get("name") == _DEFAULT), None)
-    return value if isinstance(value, str) else ""
 
 
 def turn_ends(
@@ -67,7 +40,7 @@ def templates_differ(source: Source) -> Iterator[Fault]:
     for place, text in places.items():
         if text != places[first]:
             # Processors of published models have their own templates, for images.
-            severity = WARNING if place in _PROCESSORS else None
+            severity = WARNING if place in PROCESSOR_TEMPLATES else None
             yield Fault(f"another template than in {first}", "the same", place, severity=severity)
         try:
             read_template(text, ())
@@ -107,21 +80,18 @@ def read_template(template: str, special: Collection[str]) -> TemplateText:
     Raises:
         BrokenTemplateError: it does not parse, or is too long.
     """
+    from jinja2 import TemplateError
+
     if len(template) > MAX_BYTES:
         raise BrokenTemplateError(f"{len(template)} characters, at most {MAX_BYTES} are read")
-    pieces = list(_pieces(_parse(template)))
+    try:
+        tree = template_environment().parse(template)
+    except (TemplateError, RecursionError, ValueError) as error:
+        raise BrokenTemplateError(str(error) or type(error).__name__) from error
+    pieces = list(_pieces(tree))
     texts = [text for kind, text in pieces if kind == "text"]
     markers = frozenset(marker for text in texts for marker in _MARKER.findall(text))
     return TemplateText(markers, frozenset(_ends(pieces, special)))
-
-
-def _parse(template: str) -> Any:
-    from jinja2 import TemplateError
-
-    try:
-        return template_environment().parse(template)
-    except (TemplateError, RecursionError, ValueError) as error:
-        raise BrokenTemplateError(str(error) or type(error).__name__) from error
 
 
 def _pieces(node: Any) -> Iterator[tuple[str, str]]:

@@ -11,27 +11,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tasks.audit.check import BASE, ERROR, INFO, WARNING, Fault, also, check, either
+from tasks.audit.check import BASE, ERROR, WARNING, Fault, check, either
 from tasks.audit.checks.templates import (
-    JINJA,
-    SETTINGS,
     BrokenTemplateError,
     read_template,
-    template_places,
     turn_ends,
+)
+from tasks.audit.known import (
+    SETTINGS,
+    content,
+    embeddings_of,
+    of_text,
+    plain_tensors,
+    template_places,
+    text_config,
+    token_ids,
     writes_chats,
 )
-from tasks.audit.known import content, is_multimodal, of_text, text_config, token_ids
 from tasks.audit.scan import differ
 from tasks.audit.source import CONFIG, Kind, Source, setting
-from tasks.audit.tensor_names import embeddings_of, plain_tensors
 from tasks.weights.tokens.prove_ids import is_leading, misread_as
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
-_TOKENIZERS = (
-    TOKENIZER, "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tekken.json",
-)  # fmt: skip
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _MAP = "special_tokens_map.json"
 _ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
 _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
@@ -82,20 +83,6 @@ def writes_text(source: Source) -> bool:
     return source.kind in (Kind.MODEL, Kind.VALUE)
 
 
-@also("FILE_MISSING", needs=(either,))
-def files_beside_missing(source: Source) -> Iterator[Fault]:
-    """No tokenizer, chat template or processor configuration."""
-    files = source.folder.files.keys()
-    if source.is_model and not files & {*_TOKENIZERS}:
-        yield Fault("no tokenizer", " or ".join(_TOKENIZERS[:2]))
-    if writes_chats(source) and TOKENIZER in files and not source.once(template_places):
-        lost = source.base is not None and bool(template_places(source.base))
-        yield Fault("no chat template", JINJA, severity=None if lost else INFO)
-    is_seeing = source.is_model and is_multimodal(source.config()) and source.tensors
-    if is_seeing and not files & {*_PROCESSORS}:
-        yield Fault("no processor configuration", "that of the base", file=_PROCESSORS[0])
-
-
 _OWN_ROWS = ("mllama", "mllama_text_model", "moshi")
 """Families whose input embedding has rows outside the vocabulary."""
 
@@ -134,11 +121,11 @@ def tied_head(source: Source) -> Iterator[Fault]:
         yield Fault(text, expected, tensors=[embeddings.output])
 
 
-def _rows(source: Source) -> tuple[str, int]:
-    """Return the key of the input embedding, and its number of rows; "" and 0 for none."""
+def _rows(source: Source) -> int:
+    """Return the number of rows of the input embedding; 0 for none."""
     tensors = source.once(plain_tensors)
     name = embeddings_of(tensors, source.config()).input
-    return name, tensors[name].shape[0] if name else 0
+    return tensors[name].shape[0] if name else 0
 
 
 _WHOLE_EMBEDDING = re.compile(r"\.(embed_tokens|lm_head)\.((token_adapter\.)?base_layer\.)?weight$")
@@ -157,9 +144,9 @@ def tokenizer_rows(source: Source) -> Iterator[Fault]:
         stored = [t.shape for key, t in source.tensors.items() if _WHOLE_EMBEDDING.search(key)]
         rows = max((shape[0] for shape in stored if len(shape) == 2), default=0)
         if not rows and source.base is not None and source.base.is_model:
-            _, rows = _rows(source.base)
+            rows = _rows(source.base)
     elif has_embedding(source):
-        _, rows = _rows(source)
+        rows = _rows(source)
     if not rows or tokens.rows <= rows:
         return
     beyond = {text for text, number in tokens.added.items() if number >= rows}
@@ -195,7 +182,7 @@ def token_unknown(source: Source) -> Iterator[Fault]:
         )
     if source.kind is Kind.REWARD and not token_ids(of_text(source.config(), "pad_token_id")):
         yield Fault("no pad_token_id", "the tokenizer's", CONFIG, (), WARNING, *_ABSENT)
-    tokens, rows = source.once(tokens_of), _rows(source)[1] if source.is_model else 0
+    tokens, rows = source.once(tokens_of), _rows(source) if source.is_model else 0
     for role in _ROLES:
         token = content(source.config(SETTINGS).get(role))
         if token and tokens.rows and token not in tokens.ids:

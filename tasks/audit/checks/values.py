@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.audit.check import ADAPTER, ERROR, MODEL, READ, WARNING, Fault, also, check, some
+from tasks.audit.check import ADAPTER, ERROR, MODEL, READ, WARNING, Fault, check, some
 from tasks.audit.checks.adapter import has_settings, pattern_of
 from tasks.audit.checks.names import other_sizes
-from tasks.audit.known import of_text, whole
+from tasks.audit.known import embeddings_of, of_text, whole
 from tasks.audit.scan import differ, first_difference, same_header, scan
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
-from tasks.audit.tensor_names import embeddings_of
 from tasks.weights.files.dtypes import is_float, widened
 from tasks.weights.files.folder import base_mismatch
 from tasks.weights.files.tensors import Reader, Tensor
@@ -43,16 +42,17 @@ _HUB = 3
     issues="LLaMA-Factory #4913, LLaMA-Factory #2505, LLaMA-Factory #5930, LLaMA-Factory #6105",
 )  # fmt: skip
 def wrong_base(source: Source) -> Iterator[Fault]:
-    """Not made from this base."""
-    base = source.base
+    """Not made from this base, or by the names from another one."""
+    base, name = source.base, source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
+    if has_settings(source) and not name:
+        yield Fault("no base_model_name_or_path", "the base's name", ADAPTER_CONFIG, (), WARNING)
     if base is None:
         return
     if not base.is_model:
         text, root = f"{base.what}; nothing was compared with it", base.folder.root
         fix = "base=<folder of the full model that it was made from>"
         yield Fault(text, "a full model", file=str(root), fix=fix)
-    elif source.is_adapter:
-        name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
+    elif has_settings(source):
         inputs = source.manifest.get("inputs")
         digest = inputs.get("base") if isinstance(inputs, Mapping) else None
         reason = base_mismatch(  # by the rules of a delivery
@@ -60,28 +60,22 @@ def wrong_base(source: Source) -> Iterator[Fault]:
             digest=digest if isinstance(digest, str) else "",
             name=name if isinstance(name, str) else "",
         )
-        if reason:
+        if reason and source.is_adapter:
             yield Fault(reason, "the base that the adapter was trained on", file=ADAPTER_CONFIG)
+        # A Plumbline artifact is identified by its digest, its folder has any name.
+        elif isinstance(name, str) and name and not base.manifest and not _is_named(base, name):
+            text = f"{name}; base is {base.folder.root.name}"
+            yield Fault(text, "the same name", ADAPTER_CONFIG, (), WARNING)
     elif source.is_model and (wrong := other_sizes(source)):
         yield Fault(some(wrong), "sizes that training does not change", file=CONFIG)
 
 
-@also("WRONG_BASE", needs=(has_settings,))
-def base_name(source: Source) -> Iterator[Fault]:
-    """adapter_config.json names no base, or another one than `base`."""
-    recorded, base = source.config(ADAPTER_CONFIG).get("base_model_name_or_path"), source.base
-    if not recorded:
-        yield Fault("no base_model_name_or_path", "the base's name", ADAPTER_CONFIG, (), WARNING)
-    if base is None or not isinstance(recorded, str) or not recorded:
-        return
-    if base.manifest or not base.is_model or source.codes.get("WRONG_BASE") is ERROR:
-        return  # a Plumbline artifact is identified by its digest, its folder has any name
+def _is_named(base: Source, name: str) -> bool:
+    """Return True if a base has a name, as its folder, in a hub cache or in its config.json."""
     names = {*base.folder.root.resolve().parts[-_HUB:], str(base.config().get("_name_or_path", ""))}
     names |= {name.rpartition("--")[2] for name in names}  # hub caches: models--<owner>--<name>
     known = {name.rstrip("/").rpartition("/")[2].lower() for name in names if name}
-    if recorded.rstrip("/").rpartition("/")[2].lower() not in known:
-        text = f"{recorded}; base is {base.folder.root.name}"
-        yield Fault(text, "the same name", ADAPTER_CONFIG, (), WARNING)
+    return name.rstrip("/").rpartition("/")[2].lower() in known
 
 
 def has_values(source: Source) -> bool:
@@ -131,8 +125,11 @@ def norms_differ(source: Source) -> Iterator[Fault]:
     if source.adapter is not None:
         return  # every element is compared
     ratios, cosines = source.once(_ratios_and_cosines)
-    if _median(cosines) < _COSINE:
-        return  # another model
+    if (median := _median(cosines)) < _COSINE:
+        text = f"cosine {median:.2f} to the base's matrices (median)"
+        expected = f"at least {_COSINE}: training turns them little"
+        yield Fault(text, expected, code="WRONG_BASE")
+        return
     norm = [key for key, ratio in ratios.items() if not _LEAST <= ratio <= 1 / _LEAST]
     if norm:
         text = f"{len(norm)} of {len(ratios)} matrices; {norm[0]}: norm {ratios[norm[0]]:.3g}"
@@ -145,20 +142,9 @@ def norms_differ(source: Source) -> Iterator[Fault]:
         yield Fault(f"{text} to the base's", "near 1", tensors=turned)
 
 
-@also("WRONG_BASE", needs=(MODEL, has_values))
-def another_model(source: Source) -> Iterator[Fault]:
-    """Matrices that point elsewhere than the base's."""
-    if source.adapter is None:
-        median = _median(source.once(_ratios_and_cosines)[1])
-        if median < _COSINE:
-            text = f"cosine {median:.2f} to the base's matrices (median)"
-            yield Fault(text, f"at least {_COSINE}: training turns them little")
-
-
 def value_faults(source: Source) -> Iterator[tuple[str, Fault]]:
     """Yield code and fault of a model whose values cannot have been made from its base."""
-    for code, run in (("WRONG_BASE", another_model), ("NORM_DIFFERS", norms_differ)):
-        yield from ((code, fault) for fault in run(source))
+    yield from ((fault.code or "NORM_DIFFERS", fault) for fault in norms_differ(source))
 
 
 def _median(cosines: Mapping[str, float]) -> float:

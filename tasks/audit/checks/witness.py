@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tasks.audit.check import ERROR, INFO, WARNING, Fault, Severity, check, some
-from tasks.audit.checks.templates import SETTINGS, template_places
 from tasks.audit.checks.tokens import GENERATION, TOKENIZER
-from tasks.audit.known import of_text
+from tasks.audit.known import SETTINGS, of_text, template_places
 from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source
 from tasks.core.errors import ArtifactError
 from tasks.core.terminal import command
-from tasks.drift.witness import find_witness
+from tasks.drift.witness import active_adapter, find_witness, part
 from tasks.witness.plumbline_witness.prints import FOLDER
 
 FILE = f"{FOLDER}/witness.json"
@@ -54,14 +53,15 @@ def witness(source: Source) -> Iterator[Fault]:
         fix = "copy the folder plumbline.witness again, or remove it; deliver refuses it"
         yield Fault(problem, "a record that can be read", file=FILE, fix=fix)
         return
-    tokens = _part(facts, "tokens")
+    tokens = part(facts, "tokens")
     equal = list[str]()
     for name, file, values, recorded, severity in (
-        ("the adapter's settings", ADAPTER_CONFIG, *_adapter(source, facts), ERROR),
+        ("the adapter's settings", ADAPTER_CONFIG,
+         *_settings(source.config(ADAPTER_CONFIG), active_adapter(facts), _OF_ADAPTER), ERROR),
         ("EOS and generation settings", GENERATION,
-         *_settings(source.config(GENERATION), _part(tokens, "generation_config"), _OF_GENERATION),
+         *_settings(source.config(GENERATION), part(tokens, "generation_config"), _OF_GENERATION),
          None),
-        *_tokens(source, _part(tokens, "tokenizer")),
+        *_tokens(source, part(tokens, "tokenizer")),
         *_base(source, facts),
     ):  # fmt: skip
         if values != recorded:
@@ -83,13 +83,6 @@ def witness(source: Source) -> Iterator[Fault]:
 
 _Compared = tuple[str, str, str, str, Severity | None]
 """Name, file, value in the file, recorded value (both "" if unknown), severity of a difference."""
-
-
-def _adapter(source: Source, facts: Mapping[str, Any]) -> tuple[str, str]:
-    adapters, active = _part(_part(facts, "peft"), "adapters"), _part(facts, "peft").get("active")
-    names = [name for name in active if name in adapters] if isinstance(active, list) else []
-    recorded = _part(adapters, names[0] if names else next(iter(adapters), ""))
-    return _settings(source.config(ADAPTER_CONFIG), recorded, _OF_ADAPTER)
 
 
 def _settings(
@@ -130,7 +123,7 @@ def _tokens(source: Source, recorded: Mapping[str, Any]) -> Iterator[_Compared]:
     digest, document = recorded.get("backend_sha256"), source.folder.json(TOKENIZER)
     if not isinstance(digest, str) or not document:
         return
-    vocabulary, added = _part(document, "model").get("vocab"), document.get("added_tokens")
+    vocabulary, added = part(document, "model").get("vocab"), document.get("added_tokens")
     more = added if isinstance(added, list) else []
     names = {token.get("content") for token in more if isinstance(token, dict)}
     length = recorded.get("length")
@@ -151,26 +144,21 @@ def _base(source: Source, facts: Mapping[str, Any]) -> Iterator[_Compared]:
     base = source.base
     if base is None:
         return
-    root, recorded = str(base.folder.root), _part(facts, "base")
+    root, recorded = str(base.folder.root), part(facts, "base")
     digest = recorded.get("headers_sha256")
     if isinstance(digest, str) and base.weights.is_whole and not base.weights.is_pickled:
         tensors = {name: [each.dtype, list(each.shape)] for name, each in base.tensors.items()}
         current = _sha256(json.dumps(tensors, sort_keys=True))
         ours, theirs = (f"tensors with sha256 {each[:12]}" for each in (current, digest))
         yield "the base's tensors", root, ours, theirs, None
-    method = _part(facts, "quantization").get("method")
-    stored = _part(base.config(), "quantization_config").get("quant_method")
+    method = part(facts, "quantization").get("method")
+    stored = part(base.config(), "quantization_config").get("quant_method")
     if source.is_adapter and isinstance(method, str):
         wrong = stored is None if method in _FOUR_BITS else stored is not None and method == "none"
         ours, theirs = (
             "not quantised" if each in (None, "none") else str(each) for each in (stored, method)
         )
         yield "the storage of the base", root, ours if wrong else theirs, theirs, None
-
-
-def _part(document: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    part = document.get(key)
-    return part if isinstance(part, Mapping) else {}
 
 
 def _sha256(text: str) -> str:

@@ -19,7 +19,8 @@ from tasks.core.errors import DriftError
 from tasks.core.machine import measured_on
 from tasks.drift.fingerprint import EXPERTS, Fingerprint, drift
 from tasks.serving.reference.load import compute_in, input_device
-from tasks.witness.plumbline_witness.prints import TOP_K, FormatNoise, largest_steps
+from tasks.witness.plumbline_witness.measure import of_logits
+from tasks.witness.plumbline_witness.prints import FormatNoise
 
 COPIES = 8
 """Copies of a probe in one batch to measure repeat noise; a batch uses other kernels."""
@@ -84,32 +85,25 @@ def _measured(
     copies: int = 1,
 ) -> Fingerprint:
     """Return a fingerprint at the wanted ids of each probe, (T-1, K); None: the most likely."""
-    rows, logprobs, top1, steps = [], [], [], []
+    parts = []
     for probe, at in zip(probes, wanted, strict=True):
         batch = torch.tensor([list(probe)] * copies, device=input_device(model))
         logits = model(batch).logits[0, :-1].float()
-        known, scores = logits.shape[-1], torch.log_softmax(logits, dim=-1)
-        if at is None:
-            ids = scores.topk(min(TOP_K, known), dim=-1).indices
-        elif int(at.max()) >= known:
+        if at is not None and int(at.max()) >= logits.shape[-1]:
             raise DriftError(
-                f"the model knows {known} tokens, the reference scores token {at.max()}: the "
-                "vocabulary shrank"
+                f"the model knows {logits.shape[-1]} tokens, the reference scores token "
+                f"{at.max()}: the vocabulary shrank"
             )
-        else:
-            ids = torch.from_numpy(at.astype(np.int64)).to(logits.device)
-        rows.append(ids.to(torch.int32).cpu().numpy())
-        logprobs.append(scores.gather(1, ids).cpu().numpy())
-        top1.append(logits.argmax(dim=-1).to(torch.int32).cpu().numpy())
-        steps.append(largest_steps(logits.cpu().numpy()))
+        parts.append(of_logits(logits, at))
+    ids, logprobs, top1, steps = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     config = model.config.get_text_config()
     return Fingerprint(
         probes=tuple(map(tuple, probes)),
-        ids=np.concatenate(rows),
-        logprobs=np.concatenate(logprobs),
-        top1=np.concatenate(top1),
+        ids=ids,
+        logprobs=logprobs,
+        top1=top1,
         engine="transformers",
-        steps=np.concatenate(steps),
+        steps=steps,
         measured_on=measured_on(input_device(model), model.config._attn_implementation),
         dtype=_dtype(model),
         routed=any((getattr(config, name, 0) or 0) > 1 for name in EXPERTS),

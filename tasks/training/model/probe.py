@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from tasks.core.machine import measured_on
 from tasks.drift.fingerprint import Fingerprint, ScorePrint, drift
 from tasks.training.model.packed_model import evaluating, model_of
 from tasks.training.tokens.examples import Examples
-from tasks.witness.plumbline_witness.prints import TOP_K, largest_steps
+from tasks.witness.plumbline_witness.measure import of_logits
 
 PROBE_TOKENS = 64
 SCORED_TOKENS = 512
@@ -63,22 +62,21 @@ def score_print(engine: Any, probes: Probes, device: torch.device) -> ScorePrint
 
 def fingerprint_of(engine: Any, probes: Probes, device: torch.device) -> Fingerprint:
     """Measure the fingerprint on the probes. All ranks take part, with the same inputs."""
-    alone, steps, batched = [], [], []
     with evaluating(engine):
-        for logits in _alone(engine, probes, device):
-            logits_TV = logits[0, :-1].float()
-            steps.append(largest_steps(logits_TV.cpu().numpy()))
-            alone.append(torch.log_softmax(logits_TV, dim=-1).cpu())
+        parts = [of_logits(logits[0, :-1].float()) for logits in _alone(engine, probes, device)]
+        ids, logprobs, top1, steps = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        kept, batched, start = tuple(tuple(p) for p in probes), [], 0
         for number, logits_BTV in enumerate(_in_batches(engine, probes, device)):
             for row, probe in enumerate(probes[number * NOISE_BATCH : (number + 1) * NOISE_BATCH]):
                 logits_TV = logits_BTV[row, : len(probe) - 1].float()
-                batched.append(torch.log_softmax(logits_TV, dim=-1).cpu())
-    first = _assemble(probes, torch.cat(alone))
-    second = _assemble(probes, torch.cat(batched), first.ids)
+                batched.append(of_logits(logits_TV, ids[start : start + len(logits_TV)]))
+                start += len(logits_TV)
+    _, again, other, _ = (np.concatenate(arrays) for arrays in zip(*batched, strict=True))
+    first = Fingerprint(kept, ids, logprobs, top1, engine="deepspeed")
     return replace(
         first,
-        noise=drift(first, second).mean_kl,
-        steps=np.concatenate(steps),
+        noise=drift(first, replace(first, logprobs=again, top1=other)).mean_kl,
+        steps=steps,
         measured_on=_measured_on(engine, device),
     )
 
@@ -103,21 +101,3 @@ def _in_batches(
 
 def _measured_on(engine: Any, device: torch.device) -> dict[str, str]:
     return measured_on(device, model_of(engine.module).config._attn_implementation)
-
-
-def _assemble(
-    probes: Probes, logprobs_NV: torch.Tensor, ids: NDArray[np.int32] | None = None
-) -> Fingerprint:
-    vocabulary = logprobs_NV.shape[1]
-    if ids is None and vocabulary <= TOP_K:
-        ids = np.tile(np.arange(vocabulary, dtype=np.int32), (len(logprobs_NV), 1))
-    elif ids is None:
-        ids = logprobs_NV.topk(TOP_K, dim=-1).indices.to(torch.int32).numpy()
-    chosen = logprobs_NV.gather(1, torch.from_numpy(ids).long())
-    return Fingerprint(
-        probes=tuple(tuple(p) for p in probes),
-        ids=ids,
-        logprobs=chosen.numpy(),
-        top1=logprobs_NV.argmax(dim=-1).to(torch.int32).numpy(),
-        engine="deepspeed",
-    )

@@ -34,7 +34,7 @@ def is_fp8(config: Mapping[str, Any]) -> bool:
     if method == "compressed-tensors":
         known = fields.get("format") in _FP8_FORMATS and fields.get("sparsity_config") in (None, {})
         names = ("type", "num_bits", "symmetric")
-        kinds = {tuple(each.get(name) for name in names) for each in _group_weights(fields)}
+        kinds = {tuple(each.get(name) for name in names) for each in group_weights(fields)}
         return known and bool(kinds) and kinds <= {("float", 8, True), ("float", 8, None)}
     return method == "fp8" or (method == "modelopt" and fields.get("quant_algo") == "FP8")
 
@@ -48,12 +48,12 @@ def fp8_blocks(config: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return the block sizes (rows, columns) that config.json declares for fp8."""
     fields = _fields(config)
     sizes = [fields.get("weight_block_size")]
-    sizes += [each.get("block_structure") for each in _group_weights(fields)]
+    sizes += [each.get("block_structure") for each in group_weights(fields)]
     pairs = [tuple(size) for size in sizes if isinstance(size, list) and len(size) == 2]
     return [pair for pair in pairs if all(isinstance(n, int) and n > 0 for n in pair)]
 
 
-def _group_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def group_weights(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return how compressed-tensors stores the weights of each group of layers."""
     groups = fields.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()

@@ -140,10 +140,17 @@ def template_of(folder: Path) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return read_text(path, MAX_CHARACTERS)
-    inline = _settings(folder).get("chat_template") or ""
-    if isinstance(inline, list):  # several templates, each with a name
-        inline = {named["name"]: named["template"] for named in inline}.get("default", "")
-    return str(inline)
+    return default_template(_settings(folder).get("chat_template"))
+
+
+def default_template(value: object) -> str:
+    """Return the default template of `chat_template`: a text, a mapping, or a list of pairs."""
+    if isinstance(value, Mapping):
+        value = value.get("default")
+    elif isinstance(value, list):
+        named = [pair for pair in value if isinstance(pair, Mapping)]
+        value = next((p.get("template") for p in named if p.get("name") == "default"), None)
+    return value if isinstance(value, str) else ""
 
 
 def prompts_of(

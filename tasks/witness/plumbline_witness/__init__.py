@@ -4,7 +4,7 @@ callback   `WitnessCallback`, for Hugging Face's Trainer and everything built on
 record     `witness(model, tokenizer, out)`, for any other training loop
 __main__   `python -m plumbline_witness -- <command>`: any trainer's command, unchanged
 probes     token sequences to measure
-measure    run the live model on them; facts describes it
+measure    run the live model on them
 prints     format of the files, which every later comparison reads
 
 The record is a folder `plumbline.witness`: `witness.json`, and log-probabilities (`fingerprint.fp`,

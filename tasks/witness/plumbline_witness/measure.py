@@ -34,7 +34,9 @@ def measure_logprobs(
     start = 0
     for logits, ids in forward(model, probes, BATCH):
         end = start + len(ids) - 1
-        parts.append(_of_probe(logits[:-1].float(), ids, None if at is None else at[start:end]))
+        following = torch.tensor(ids[1:], device=logits.device)
+        wanted = None if at is None else at[start:end]
+        parts.append(of_logits(logits[:-1].float(), wanted, following))
         start = end
     ids, logprobs, top1, steps = (np.concatenate(arrays) for arrays in zip(*parts))
     sequences = tuple(map(tuple, probes))
@@ -124,29 +126,27 @@ _UNSLOTH = "UNSLOTH_RETURN_LOGITS"
 """Without it, models that unsloth has patched return no logits."""
 
 
-def _of_probe(
-    logits: torch.Tensor, ids: Sequence[int], at: np.ndarray | None
+def of_logits(
+    logits: torch.Tensor, at: np.ndarray | None = None, following: torch.Tensor | None = None
 ) -> tuple[np.ndarray, ...]:
-    """Return ids, log-probabilities, top tokens and steps of logits (T-1, V) in float32."""
-    logprobs = torch.log_softmax(logits, -1)
-    if at is None:
-        scored = _most_likely(logprobs, torch.tensor(ids[1:], device=logits.device))
-    else:
+    """Return ids, log-probabilities, top tokens and steps of logits (T, V) in float32.
+
+    `at` are the ids to score, shape (T, K); by default the most likely ones. The last of these
+    gives way to a missing token of `following`, shape (T,).
+    """
+    logprobs, size = torch.log_softmax(logits, -1), logits.shape[-1]
+    if at is not None:
         scored = torch.tensor(at.astype(np.int64), device=logits.device)
+    elif size <= TOP_K:
+        scored = torch.arange(size, device=logits.device).expand(len(logits), size)
+    else:
+        scored = logprobs.topk(TOP_K, dim=-1).indices
+        if following is not None:
+            missing = ~(scored == following[:, None]).any(-1)
+            scored[missing, -1] = following[missing]
     return (
         scored.cpu().numpy().astype(np.int32),
         logprobs.gather(1, scored).cpu().numpy().astype(np.float32),
         logits.argmax(-1).cpu().numpy().astype(np.int32),
         largest_steps(logits.cpu().numpy()),
     )
-
-
-def _most_likely(logprobs: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """Return the ids to score: the top K, the last of which gives way to a missing next token."""
-    size = logprobs.shape[-1]
-    if size <= TOP_K:
-        return torch.arange(size, device=logprobs.device).expand(len(logprobs), size)
-    top = logprobs.topk(TOP_K, dim=-1).indices
-    missing = ~(top == following[:, None]).any(-1)
-    top[missing, -1] = following[missing]
-    return top

@@ -15,11 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.report import Cause, Row
-from tasks.verify.asked import Asked
-from tasks.verify.compare import kl_of
+from tasks.verify.compare import Asked, kl_of
 from tasks.verify.reference import Reference
-from tasks.verify.servers.client import parallel
-from tasks.verify.servers.server import ServerError, UnsupportedError
+from tasks.verify.server import ServerError, UnsupportedError, parallel
 
 PROMPTS, ROUNDS, EACH = 16, 4, 16
 """Prompts, requests for each, and tokens that are sampled in a request."""

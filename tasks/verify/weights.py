@@ -15,10 +15,9 @@ from typing import Any
 
 from tasks.core.report import Cause, Row
 from tasks.core.terminal import command, typed
-from tasks.drift.share import TOLERANCE
-from tasks.verify.asked import BLURRED, Asked
-from tasks.verify.compare import FEWEST
-from tasks.verify.servers.server import ServerError
+from tasks.drift.verdict import DECIDED, TOLERANCE
+from tasks.verify.compare import BLURRED, FEWEST, Asked
+from tasks.verify.server import ServerError
 
 MOST = 16
 """Most other names of a server that are asked."""
@@ -130,7 +129,7 @@ def adapter(asked: Asked) -> Row:
     if not measured.is_certain:
         text = f"{part}: too uncertain to tell 1 from 0.5"
         return Row(name, "unknown", text, numbers, limit=limits)
-    least = 1 - max(min(tolerance, BLURRED / 2), measured.high - measured.low)
+    least = 1 - max(min(tolerance, DECIDED), measured.high - measured.low)
     text = f"{part} under {model!r}; less than {least:.2f} would have been seen"
     return Row(name, "ok", text, numbers, limit=limits)
 

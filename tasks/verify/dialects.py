@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tasks.verify.servers.client import Client, parallel
-from tasks.verify.servers.server import (
+from tasks.verify.server import (
+    Client,
     Entry,
     Generated,
     Ids,
@@ -25,6 +25,7 @@ from tasks.verify.servers.server import (
     chat_fields,
     entry,
     is_chat,
+    parallel,
 )
 
 WANTED = (100, 20, 5)
@@ -337,4 +338,40 @@ def _of_sglang(answer: Mapping[str, Any]) -> Generated:
         text=str(answer.get("text", "")),
         finish=str((facts.get("finish_reason") or {}).get("type", "")),
         prompt_length=facts.get("prompt_tokens"),
+    )
+
+
+def connect(
+    url: str, timeout_s: float = 120.0, *, workers: int = 8, model: str | None = None
+) -> Server:
+    """Return the server at an address, with or without `/v1`; its endpoints tell the dialect.
+
+    `workers` requests are sent at the same time, unless a call says otherwise; `model` is the name
+    to try the server with, by default its first one. The API key is read from PLUMBLINE_API_KEY.
+    Raises ConfigError for an address that is none, ServerError if nothing answers there, the key is
+    refused, or it is no such server.
+    """
+    client = Client(url, timeout_s=timeout_s, workers=workers)
+
+    def field(path: str, key: str) -> Any:
+        document = client.optional(path)
+        return document.get(key) if isinstance(document, dict) else None
+
+    cards = field("/v1/models", "data")
+    is_openai = isinstance(cards, list)
+    if is_openai and cards and cards[0].get("owned_by") == "vllm":
+        return OpenAiServer(client, "vllm", str(field("/version", "version") or ""), model)
+    if field("/props", "default_generation_settings"):
+        return LlamaCppServer(client)
+    if field("/get_model_info", "model_path") or field("/model_info", "model_path"):
+        version = field("/get_server_info", "version") or field("/server_info", "version")
+        return SglangServer(client, "sglang", str(version or ""), model)
+    is_ollama = field("/api/version", "version")
+    if is_openai and not is_ollama:
+        return OpenAiServer(client, model=model)
+    raise ServerError(
+        f"{client.url} is {'Ollama' if is_ollama else 'no server of models: no /v1/models'}",
+        hint="url= of vLLM, SGLang, another OpenAI-compatible server, or llama-server, which "
+        "serves Ollama's GGUF file",
+        code="response",
     )

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from tasks.core.report import Cause, Row
-from tasks.verify.asked import Asked
+from tasks.verify.compare import Asked
 from tasks.verify.reference import Probe, Reference
-from tasks.verify.servers.server import Prompt, ServerError, UnsupportedError
+from tasks.verify.server import Prompt, ServerError, UnsupportedError
 from tasks.witness.plumbline_witness.probes import LIMIT
 
 _WINDOW = 6
 """Tokens of a difference that are shown."""
-_FEWEST, _FEWEST_CUT = 3, 8
-"""Tokens that have to agree after an insertion, so that it is one."""
 _LIKELY = math.log(0.5)
 _FORCED = 100.0
 """Bias that makes a token certain: the most that APIs take."""
@@ -27,7 +26,7 @@ _LONGEST = 4096
 class Difference(NamedTuple):
     """First difference of two token sequences, and a few tokens of both from there on."""
 
-    kind: str  # a key of `_CAUSES`, "inserted", "removed" or "other"
+    kind: str  # a key of `_CAUSES`; "" if nothing tells the cause
     position: int
     trained: tuple[int, ...]
     served: tuple[int, ...]
@@ -65,7 +64,7 @@ def template(asked: Asked) -> Row:
         f"{len(differing)} of {len(chats)} conversations differ; number {probe.number} at token "
         f"{first.position}: {_shown(asked, first)}"
     )
-    causes = _template_causes(asked, differing)
+    causes = _template_causes(asked, chats, differing)
     return Row(name, "fault", text, measured | first.details(), causes)
 
 
@@ -93,23 +92,19 @@ def _lengths(asked: Asked, chats: Sequence[Probe]) -> Row:
 
 
 def _template_causes(
-    asked: Asked, differing: Sequence[tuple[Probe, Difference]]
+    asked: Asked, chats: Sequence[Probe], differing: Sequence[tuple[Probe, Difference]]
 ) -> tuple[Cause, ...]:
-    try:
+    with suppress(UnsupportedError):
         if any(cause.code == "tokenizer" for cause in tokens(asked).causes):
             return _cause("tokenizer")
-    except UnsupportedError:
-        pass
-    kinds = {differs.kind for _, differs in differing}
-    if not any(
-        probe.tools or (probe.messages or ({},))[0].get("role") == "system"
-        for probe, _ in differing
-    ):
-        if kinds == {"inserted"}:
-            return _cause("system-prompt-added")
-        if kinds == {"removed"}:
-            return _cause("system-prompt-missing")
-    return _cause(*sorted(kinds & _CAUSES.keys())) or _cause("template")
+    if kinds := {differs.kind for _, differs in differing} - {""}:
+        return _cause(*sorted(kinds))
+    wrong = {probe.number for probe, _ in differing}
+    own = {chat.number for chat in chats if (chat.messages or ({},))[0].get("role") == "system"}
+    plain = {chat.number for chat in chats if not chat.tools} - own
+    # All without a system prompt of their own differ, and none that has one.
+    is_default = plain and plain <= wrong and own and not own & wrong
+    return _cause("system-prompt" if is_default else "template")
 
 
 def tokens(asked: Asked) -> Row:
@@ -122,7 +117,7 @@ def tokens(asked: Asked) -> Row:
         served = asked.server.tokenize(asked.model, probe.text or "")
         if differs := _difference(asked, probe.ids, served):
             place = f"{probe.kind} {probe.number} differs at token {differs.position}"
-            code = differs.kind if differs.kind.startswith("bos-") else "tokenizer"
+            code = "bos" if differs.kind == "bos" else "tokenizer"
             line = f"{place}: {_shown(asked, differs)}"
             return Row(name, "fault", line, differs.details(), _cause(code))
     return Row(name, "ok", f"{len(texts)} texts, the same tokens", {"texts": len(texts)})
@@ -135,36 +130,16 @@ def _difference(asked: Asked, ids: Sequence[int], other: Sequence[int]) -> Diffe
         return None
     pairs = enumerate(zip(trained, served, strict=False))
     at = next((at for at, (t, s) in pairs if t != s), min(len(trained), len(served)))
-    bos = asked.reference.token_settings("tokenizer").get("bos_token_id")
+    bos, kind = asked.reference.token_settings("tokenizer").get("bos_token_id"), ""
+    for longer, shorter in ((served, trained), (trained, served)):
+        rest = longer[1:]
+        size = min(len(rest), len(shorter)) if cut else max(len(rest), len(shorter))
+        if bos in (None, *longer[:1]) and rest and rest[:size] == shorter[:size]:
+            kind = "bos"
+    if not kind and at in (len(trained), len(served)):
+        kind = "generation-prompt"
     window = slice(at, at + _WINDOW)
-    return Difference(_kind(trained, served, at, cut, bos), at, trained[window], served[window])
-
-
-def _kind(
-    trained: tuple[int, ...], served: tuple[int, ...], at: int, cut: bool, bos: int | None
-) -> str:
-    if bos in (None, *served[:1]) and _same(trained, served[1:], cut):
-        return "bos-twice" if served[:1] == trained[:1] else "bos-added"
-    if bos in (None, *trained[:1]) and _same(trained[1:], served, cut):
-        return "bos-missing"
-    if at == len(served):
-        return "generation-prompt-missing"
-    if at == len(trained):
-        return "generation-prompt-longer"
-    fewest = _FEWEST_CUT if cut else _FEWEST
-    for count in range(1, max(len(trained), len(served))):
-        if _same(trained[at:], served[at + count :], cut, fewest):
-            return "inserted"
-        if _same(trained[at + count :], served[at:], cut, fewest):
-            return "removed"
-    return "other"
-
-
-def _same(a: tuple[int, ...], b: tuple[int, ...], cut: bool, fewest: int = 1) -> bool:
-    """Return True if both go on alike to their ends, or to where one was cut."""
-    shorter = min(len(a), len(b))
-    size = shorter if cut else max(len(a), len(b))
-    return shorter >= fewest and a[:size] == b[:size]
+    return Difference(kind, at, trained[window], served[window])
 
 
 def _shown(asked: Asked, differs: Difference) -> str:
@@ -282,34 +257,19 @@ _CAUSES = {
         "vllm serve --tokenizer <the folder of the training's tokenizer>",
     ),
     "template": ("the server renders conversations with another chat template", _TEMPLATE),
-    "bos-twice": (
-        "BOS comes twice: the template has it, and the tokenizer adds it again",
-        "remove bos_token from the chat template, or set add_bos_token=false in "
-        "tokenizer_config.json",
+    "bos": (
+        "BOS comes twice, or only in training, or only on the server",
+        "set add_bos_token in tokenizer_config.json of the served folder to what training had; "
+        "twice: the chat template has it, too, remove bos_token there",
     ),
-    "bos-added": (
-        "the server begins with BOS, the training did not",
-        "set add_bos_token=false in tokenizer_config.json of the served folder",
+    "system-prompt": (
+        "only conversations without a system prompt differ: a default one is added, or lacks",
+        f"{_TEMPLATE}, or send the same system prompt as in training",
     ),
-    "bos-missing": (
-        "the training began with BOS, the server does not",
-        "set add_bos_token=true in tokenizer_config.json of the served folder",
-    ),
-    "system-prompt-added": (
-        "the server adds a default system prompt",
-        "serve the training's chat template, or send the same system prompt in training",
-    ),
-    "system-prompt-missing": (
-        "the training had a default system prompt, the server has none",
-        _TEMPLATE,
-    ),
-    "generation-prompt-missing": (
-        "the server ends the prompt without the beginning of the assistant's turn",
-        "send add_generation_prompt=true, or serve the training's chat template",
-    ),
-    "generation-prompt-longer": (
-        "the server's prompt goes on where the training's ended, e.g. with <think>",
-        "serve the training's chat template; check --default-chat-template-kwargs",
+    "generation-prompt": (
+        "one prompt goes on where the other ends: the beginning of the assistant's turn, <think>",
+        "serve the training's chat template with add_generation_prompt=true; check "
+        "--default-chat-template-kwargs",
     ),
     "eos-missing": (
         "an EOS of the training is none on the server",

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from tasks.core.report import Cause, Row
 from tasks.drift.fingerprint import DriftLimit
-from tasks.verify.asked import Asked
-from tasks.verify.servers.client import parallel
-from tasks.verify.servers.server import Entry, Generated, Scores, UnsupportedError, score
+from tasks.verify.compare import Asked
+from tasks.verify.server import Entry, Generated, Scores, UnsupportedError, parallel, score
 from tasks.witness.plumbline_witness.prints import kl_by_position
 
 CROWD = 32

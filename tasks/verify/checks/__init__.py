@@ -1,1 +1,0 @@
-"""Checks of a running server: each takes `Asked`, and returns one verdict (`run.CHECKS`)."""

@@ -27,6 +27,8 @@ LOCAL = 0.02
 """Share of the mean KL at the first tokens below which a fault depends on positions."""
 LASTING = 0.8
 """`Distance.growth` above which an error lasts to the end of a text; those of rounding shrink."""
+GROWING = 1.2
+"""The same where another part of the adapter answers, which another rotation can look like."""
 ROUNDING = 0.1
 """Mean KL (nats) of the coarsest rounding in use; above it, the weights are others."""
 STRANGE = 2.0
@@ -225,8 +227,8 @@ def _causes(asked: Asked) -> tuple[Cause, ...]:
     is_lost = is_lost and dose is not None and served_base is None
     # Of one token, rotation changes nothing.
     first_is_right = distance.first_kl <= max(LOCAL * kl, asked.limit.mean_kl / 4)
-    is_rope = is_near and first_is_right and distance.growth > LASTING
-    is_rope = is_rope and (dose is None or is_whole)
+    lasting = LASTING if dose is None or is_whole else GROWING
+    is_rope = is_near and first_is_right and distance.growth > lasting
     was_packed = reference.quantization in ("nf4", "fp4", "int8")
     is_coarse = is_near and kl <= ROUNDING and (dose is None or (is_whole and not has_base))
 

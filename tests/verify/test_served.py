@@ -124,7 +124,7 @@ def test_a_clean_server_raises_no_alarm(server: Running, models: Path, tmp_path:
     status, report = verified(tmp_path, server.url, models / "lora")
     assert status == 0, report
     assert all(check["verdict"] != "fault" for check in report["checks"])
-    (template,) = [check for check in report["checks"] if check["code"] == "template"]
+    (template,) = [check for check in report["checks"] if check["name"] == "template"]
     assert template["measured"]["conversations"] == len(CHATS) + 1, "one has tools"
 
 

@@ -69,8 +69,8 @@ class Engine:
     def eval(self) -> None:
         self.module.eval()
 
-    def train(self) -> None:
-        self.module.train()
+    def train(self, mode: bool) -> None:
+        self.module.train(mode)
 
 
 def fingerprint(setting: Setting) -> Numbers:

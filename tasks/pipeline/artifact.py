@@ -180,7 +180,7 @@ def verify(artifact: Artifact) -> list[str]:
         return problems
     tensors, files = inventory(artifact.path)
     listed = _listed(document)
-    problems = [f"{name}: contents changed" for name in files if files[name] != listed[name]]
+    problems = [f"{name}: contents changed" for name in listed if files[name] != listed[name]]
     for file, entries in document["tensors"].items():
         for name, entry in entries.items():
             if tensors[file].get(name) != entry:

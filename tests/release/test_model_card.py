@@ -42,7 +42,7 @@ def test_a_card_is_rewritten_without_a_moment_of_damage(tmp_path: Path, monkeypa
 
     def renamed(path: Path, target: Path) -> Path:
         moved = rename(path, target)
-        assert verify(made) == []
+        assert verify(open_artifact(made.path)) == []
         return moved
 
     monkeypatch.setattr(Path, "rename", renamed)

@@ -157,6 +157,7 @@ def test_values_equal_those_of_the_loaded_layers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = transformers.Qwen2ForCausalLM(tiny("Qwen2", hidden_size=64, intermediate_size=128))
     model.to(torch.bfloat16).save_pretrained(base)
+    (base / "tokenizer.json").write_text("{}")  # a base has one; it is copied as it is
     quantization = Peft(kind="qlora").quantization("bfloat16")
     assert quantization is not None
     log = logging.getLogger(__name__)
@@ -184,7 +185,8 @@ def test_values_equal_those_of_the_loaded_layers(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    beside = {"generation_config.json", "tokenizer.json"}
+    assert {path.name for path in folder.iterdir()} == beside | {"config.json", "model.safetensors"}
 
 
 URL = "http://127.0.0.1:8000"

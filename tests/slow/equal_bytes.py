@@ -63,7 +63,7 @@ def cases(root: Path) -> dict[str, Callable[[], Case]]:
 
     return {
         "LoRA, tied": lambda: lora("qwen", ORIGINAL),
-        "rsLoRA, untied": lambda: lora("llama", ORIGINAL, rslora=True),
+        "rsLoRA, untied": lambda: of_family("llama", use_rslora=True),
         "rounded to nearest": lambda: lora("llama", ORIGINAL, NEAREST),
         "QLoRA": lambda: lora("llama", FOUR, quantization=NF4),
         "base in fp8": lambda: lora("llama", "check_base=false", fp8=True),

@@ -249,10 +249,16 @@ def load(path: Path, name: str) -> Any:
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a function takes: all with `**kwargs`, else those it names."""
     parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in offered]
+    if missing:
+        raise TypeError(
+            f"it needs {', '.join(missing)}; available are {', '.join(offered)}: add a column with "
+            "that name to the data, or give the parameter a default"
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(offered)
-    named = (p.name for p in parameters if p.kind is not p.VAR_POSITIONAL)
-    return {name: offered[name] for name in named if name in offered}
+    return {p.name: offered[p.name] for p in named if p.name in offered}
 
 
 def plain(value: Any) -> Any:

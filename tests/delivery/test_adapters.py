@@ -6,8 +6,12 @@ import json
 import logging
 import re
 import shutil
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from flows.delivery.run_delivery import direct, plan
 from flows.orchestration.flow_run import device_names
 from tasks.audit.run import audit
 from tasks.pipeline.locks import Needs, Patience, devices
+from tasks.weights.files.reader import _read_header
 from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft, with_rows
@@ -87,15 +92,32 @@ def test_is_delivered_as_peft_merges_it(here, name, bases, tmp_path) -> None:
     assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
 
 
-def test_a_delivery_without_an_engine_waits_for_no_training(
+def test_a_delivery_without_an_engine_does_nothing_twice(
     here: Run, adapter: Path, base: Path, tmp_path: Path
 ) -> None:
-    """It uses no device; and there is nothing to plot."""
-    words = [f"source={adapter}", f"base={base}", "merge.base=original", "paths.wait_s=0"]
+    """Each header is parsed once; no device is waited for, and there is nothing to plot."""
+    folder, source = tmp_path / "base", tmp_path / "adapter"
+    for kept, copied in ((base, folder), (adapter, source)):  # unknown to this process
+        shutil.copytree(kept, copied)
+    words = [f"source={source}", f"base={folder}", "merge.base=original", "paths.wait_s=0"]
     places = [f"paths.runs={tmp_path / 'runs'}", f"out={tmp_path / 'out'}"]
     composed = compose_config([*words, *places], config_name="deliver")
+    parsed: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is _read_header.__wrapped__.__code__:
+            parsed[str(frame.f_locals["path"])] += 1
+
     with devices(tmp_path / "runs", device_names(composed, Needs.DEVICE), Patience(0)):
-        here(*words)
+        threading.setprofile(count)  # of threads that start from now on
+        sys.setprofile(count)
+        try:
+            here(*words)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+    assert parsed[str(source / "adapter_model.safetensors")] == 1
+    assert set(parsed.values()) == {1}, parsed
     assert not list((tmp_path / "runs").rglob("*.html"))
 
 

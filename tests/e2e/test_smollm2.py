@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.verify import mixed
 from tests.commands import command
-from tests.e2e.conftest import Run
+from tests.e2e.conftest import Run, curve
 from tests.e2e.test_chain import STAGES, check_chain
 from tests.e2e.test_first_screen import OTHER_TEMPLATE
 from tests.verify.serving import free_port, serve, started
-from tests.witness.conftest import deliver, verify
+from tests.witness.conftest import Trained, deliver, train, verify
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -70,3 +71,50 @@ def test_a_server_of_the_base_with_another_template_is_not(trained: Run, tmp_pat
     assert status == 1, text
     assert "distribution    FAULT" in text
     assert "[template]" in text
+
+
+@pytest.mark.slow
+def test_it_learns_by_rewards(trained: Run, rlhf: Callable[..., Run]) -> None:
+    """One iteration of the experiment; its SFT is that of `trained`."""
+    done = rlhf(
+        trained.runs, "+exp=smollm2/grpo", "rl.iterations=1", "rl.rollout_batch_size=8",
+        "rl.eval_prompts=4", timeout=3000,
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    assert done.stage("sft.train")["artifact"] == trained.stage("train")["artifact"]
+    assert done.stage("grpo.gather")["drift"]["mean_kl"] == 0.0
+    assert done.stage("grpo.smoke_eval")["drift"]["mean_kl"] < 2e-2
+    scores = done.summary["eval"]
+    assert 0.1 <= scores["reward_before"] <= 1, "valid JSON after SFT"
+    assert max(curve(done, "train/mismatch/mean_abs", stage="grpo.train")) < 0.1
+
+
+@pytest.fixture(scope="module")
+def witnessed(trained: Run, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """An adapter of plain transformers' Trainer on the same base, with a record."""
+    root = tmp_path_factory.mktemp("witnessed")
+    return train(trained.artifact("prepare_base"), root / "out", "lora")
+
+
+@pytest.mark.slow
+def test_the_record_of_another_trainer_is_what_its_files_compute(
+    trained: Run, witnessed: Trained, tmp_path: Path
+) -> None:
+    assert witnessed.facts("checkpoint-2")["step"] == 2
+    base = f"base={trained.artifact('prepare_base')}"
+    status, text = deliver(tmp_path, witnessed.out / "checkpoint-2", base, "smoke.engine=none")
+    assert status == 0, text
+    assert "witness: " in text
+
+
+@pytest.mark.slow
+def test_a_server_of_an_adapter_of_zeros_is_named(
+    trained: Run, witnessed: Trained, tmp_path: Path
+) -> None:
+    adapter = witnessed.out / "checkpoint-2"
+    served = {"trained": adapter, "zeros": mixed(adapter, tmp_path / "zeros", 0.0)}
+    base, options = trained.artifact("prepare_base"), ("--dtype", "float32")
+    with serve(base, served, log=tmp_path / "server.log", options=options) as server:
+        verdicts = {name: verify(tmp_path, server.url, adapter, name) for name in served}
+    for name, (status, text) in verdicts.items():
+        assert (status == 1, "[base-served]" in text) == (name == "zeros",) * 2, text

@@ -2,7 +2,7 @@
 
 delivery = prepare_delivery(composed)
 print(delivery.text(states))
-to_served(delivery, mechanism, scorer)      # stages.py
+to_served(delivery, mechanism, scorer)      # run_delivery.py
 """
 
 from __future__ import annotations

@@ -278,7 +278,13 @@ def _by_evidence(
 def undecided(source: SourceFolder, choice: BaseChoice) -> ConfigError:
     """Return the error for an adapter whose training base is not known, or cannot be made."""
     records = [f"{item}: {item.precision.value}" for item in choice.evidence]
-    why = "its trainer's files do not say on which of both" if records else "nothing beside it says"
+    if {item.precision for item in choice.evidence} == {Precision.OTHER}:
+        return ConfigError(
+            f"source={source.root}: it was trained on a base {records[0]}",
+            details=records,
+            hint="merge.base=original takes the 16-bit base all the same",
+        )
+    why = "its trainer's files contradict each other" if records else "nothing beside it says"
     return ConfigError(
         f"source={source.root}: {why}: it was trained on the base as stored (LoRA) or in 4 bits "
         f"(QLoRA), and merged into the other it is a worse model, which no check sees"

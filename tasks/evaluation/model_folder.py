@@ -95,6 +95,8 @@ class Trained:
     def copy_side_files(self, out: Path, *, config: bool) -> None:
         """Copy the tokenizer and generation config of training into `out`."""
         files = side_files(self.root / "tokenizer", (*TOKENIZER, *PROCESSORS))
+        if not files:
+            raise ArtifactError(f"{self.root}/tokenizer: no tokenizer files")
         for path in (*files, self.root / GENERATION_CONFIG):
             copy_side_file(path, out / path.name)
         if config:

@@ -177,13 +177,13 @@ def measure(question: Question, setup: Setup) -> Measured:
 
     Raises StageProcessError if the engine did not start or crashed.
     """
-    from tasks.evaluation.serve_http import serve_over_http
-
     reference, settings = Fingerprint.load(question.reference), setup.settings
     model, is_engine = question.served.model, settings.engine != "transformers"
     if not is_engine:
         served = serve_with_transformers(question, setup)
     elif settings.engine == "server":
+        from tasks.evaluation.serve_http import serve_over_http
+
         served = serve_over_http(question, setup)
     else:
         served = serve_with_vllm(question, setup)

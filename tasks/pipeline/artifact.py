@@ -264,7 +264,8 @@ def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
             problems.append(f"{name}: missing")
         elif (size := present[name].stat().st_size) != entry["size"]:
             problems.append(f"{name}: {size} bytes, manifest says {entry['size']}")
-    added = sorted(present.keys() - {MANIFEST, CARD, *listed})
+    partial = {f".{name}.tmp" for name in (MANIFEST, CARD)}  # of a card that is being written
+    added = sorted(present.keys() - {MANIFEST, CARD, *partial, *listed})
     return problems + [f"{name}: not in the manifest" for name in added]
 
 

@@ -33,7 +33,7 @@ def write_card(folder: Path, text: str) -> bool:
         (json.dumps(each, indent=1, sort_keys=True) + "\n").encode()
         for each in (without, without | {"card": entry})
     )
-    # A card that is not listed is no fault, so that a folder is intact after each of the renames.
+    # A card that is not listed is no fault, nor is a partial file: a killed write does no damage.
     for name, content in ((MANIFEST, before), (CARD, data), (MANIFEST, after)):
         partial = folder / f".{name}.tmp"
         partial.write_bytes(content)

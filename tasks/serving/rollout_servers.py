@@ -282,7 +282,7 @@ class Fleet:
                 raise TrainingError(
                     f"a rollout server {ended}: {reason}",
                     details=[*tail, f"log: {logs / f'rollout-server-{number}.log'}"],
-                    hint=hint,
+                    hint=hint or "rollout.timeout_s=<more>; or rollout=vllm",
                 ) from None
 
     def _start(self, gpus: Sequence[str], threads: int, log_path: Path) -> None:

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.core.files import SPACE_HINT, copy_file, free_bytes, write_refused
+from tasks.core.terminal import in_words
 from tasks.weights.compute import compute, memory, needs_torch, opened, source_bytes
 from tasks.weights.files import dtypes as bits
 from tasks.weights.files.documents import artifact_name
@@ -211,7 +212,7 @@ def require_space(root: Path, nbytes: int) -> None:
     free = free_bytes(root)
     if free < nbytes:
         raise ArtifactError(
-            f"{root}: {nbytes / 1e9:.2f} GB will be written, {free / 1e9:.2f} GB are free",
+            f"{root}: {in_words(nbytes)} will be written, {in_words(free)} are free",
             hint=SPACE_HINT,
         )
 

@@ -41,6 +41,7 @@ def test_a_card_is_rewritten_without_a_moment_of_damage(tmp_path: Path, monkeypa
     assert write_card(made.path, TEXT)
 
     def renamed(path: Path, target: Path) -> Path:
+        assert verify(open_artifact(made.path)) == []
         moved = rename(path, target)
         assert verify(open_artifact(made.path)) == []
         return moved

@@ -80,7 +80,7 @@ def head_missing(source: Source) -> Iterator[Fault]:
 @check(
     "HEAD_PLACE", ERROR, needs=(has_no_critic,),
     why="`There is no module or parameter named 'v_head'` in vLLM; transformers ignores it",
-    fix="split it off: {deliver}",
+    fix="deliver the model without it; it stays in the folder: {deliver}",
     issues="LLaMA-Factory #7511, LLaMA-Factory #4379, LLaMA-Factory #8635",
 )  # fmt: skip
 def head_place(source: Source) -> Iterator[Fault]:
@@ -92,7 +92,7 @@ def head_place(source: Source) -> Iterator[Fault]:
     names = _side_files(source) if where == HEAD else SIDE_FILES
     for name in [name for name in names if name in source.folder.files][:1]:
         taken = source.is_model and vllm_takes(name, source.weights)
-        text, expected = "a value head beside the weights", "the head in a folder of its own"
+        text, expected = "a value head beside the weights", "the language model alone"
         yield Fault(text, expected, file=name, severity=None if taken else WARNING)
 
 

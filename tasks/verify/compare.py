@@ -27,7 +27,7 @@ from tasks.drift.fingerprint import (
 )
 from tasks.drift.verdict import Share, adapter_share, deviation, limit_in, noise_of, tolerance
 from tasks.verify.reference import Reference
-from tasks.verify.server import SAMPLED, Scores, Server, UnsupportedError, score
+from tasks.verify.server import EMPTY, SAMPLED, Scores, Server, UnsupportedError, score
 from tasks.witness.plumbline_witness.prints import kl_by_position
 
 COARSEST = 5.0
@@ -206,10 +206,18 @@ class Asked:
         return next((each.max_length for each in (entry, parent) if each and each.max_length), None)
 
     def scores(self, model: str) -> list[Scores]:
-        """Return the log-probabilities of the probes under a name of the server."""
+        """Return the log-probabilities of the probes under a name of the server.
+
+        Probes that are longer than the server's context are cut: what is beyond is not measured.
+        """
         if model not in self._scores:
-            sequences = self.reference.sequences
-            self._scores[model] = score(self.server, model, sequences, most=self._positions)
+            whole = self.reference.sequences
+            most = (self.length(model) or max(map(len, whole)) + 1) - 1  # one is generated
+            parts = score(self.server, model, [ids[:most] for ids in whole], most=self._positions)
+            self._scores[model] = [
+                [*part, *[EMPTY] * (len(ids) - 1 - len(part))]
+                for ids, part in zip(whole, parts, strict=True)
+            ]
         return self._scores[model]
 
     def aligned(self, model: str) -> Aligned:

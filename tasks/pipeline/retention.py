@@ -5,6 +5,7 @@ Kept, whatever their age, are:
 
 * every registered model, and all artifacts that it was made from or measured by;
 * the checkpoints of an unfinished training, and what it reads;
+* what a run that failed or was killed has used, for three days;
 * everything that a kept artifact was made from.
 
 Not touched: the databases and files of MLflow and Prefect, reports of runs, logs of servers.
@@ -31,6 +32,8 @@ from tasks.pipeline.locks import abandoned
 REGISTERED, RECENT, RESUMABLE = "registered", "recent", "resumable"
 UNREADABLE = "manifest unreadable"
 DAY_S = 86400.0
+KEPT_S = 3 * DAY_S
+"""Seconds for which an interrupted run may go on."""
 _RUN = re.compile(r"(\d{8}-\d{6})-\w+")
 _NAMED = re.compile(r"\bartifacts/([a-z_]+/[0-9a-f]{20})\b")
 _PLACES = ("artifacts/*", "checkpoints", "logs")
@@ -98,9 +101,10 @@ def plan(
     for text, reason in named:
         for match in _NAMED.finditer(text):
             roots.setdefault(runs / "artifacts" / match[1], reason)
+    resumable = limit if unfinished else min([limit, *_interrupted(runs, starts, now)])
     for each in stored:
-        if each.used >= limit:
-            roots.setdefault(each.path, RECENT)
+        if each.used >= resumable:
+            roots.setdefault(each.path, RECENT if each.used >= limit else RESUMABLE)
     kept = _needed(stored, roots) | dict.fromkeys(broken, UNREADABLE)
     gone = sorted((each for each in stored if each.path not in kept), key=lambda each: -each.used)
     left = abandoned(path for place in _PLACES for path in sorted(runs.glob(f"{place}/.*.tmp")))
@@ -210,6 +214,15 @@ def _starts(runs: Path) -> dict[str, float]:
         for name in names
         if (match := _RUN.fullmatch(name))
     }
+
+
+def _interrupted(runs: Path, starts: Mapping[str, float], now: float) -> Iterator[float]:
+    """Yield the starts of recent runs that did not complete: the same command goes on with them."""
+    for name, start in starts.items():
+        if start >= now - KEPT_S:
+            text = _text(runs / "reports" / name / "summary.json")
+            if '"status": "completed"' not in text:
+                yield start
 
 
 def _checkpoints(

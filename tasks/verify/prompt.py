@@ -54,6 +54,9 @@ def template(asked: Asked) -> Row:
     except ServerError as error:
         if error.code != "request":
             raise
+        if probe.tools and not differing:  # as some do without a parser of calls
+            text = f"the server refuses a conversation with tools: {error.message}"
+            return Row(name, "unknown", text)
         text = f"the server refuses a conversation: {error.message}"
         return Row(name, "fault", text, causes=_cause(name))
     measured: dict[str, float | str] = {"conversations": len(chats), "differing": len(differing)}
@@ -76,9 +79,9 @@ def _ids(asked: Asked, probe: Probe) -> tuple[int, ...]:
 def _lengths(asked: Asked, chats: Sequence[Probe]) -> Row:
     """Compare numbers of tokens, where a server tells no ids: a difference is a fault."""
     name = "template"
+    # Some servers leave tools out where none may be called.
+    chats = [probe for probe in chats if not probe.tools]
     for probe in chats:
-        if probe.tools:  # some servers leave tools out where none may be called
-            continue
         ids = _ids(asked, probe)
         length = asked.server.generate(asked.model, probe.messages or (), 1)[0].prompt_length
         if length is None:

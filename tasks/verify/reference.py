@@ -25,15 +25,13 @@ from tasks.weights.files.documents import read_json, read_manifest
 from tasks.weights.tokens.render_template import TemplateError
 from tasks.weights.tokens.tokenizer import prompts_of, template_of
 from tasks.witness.plumbline_witness.prints import BASE, FINGERPRINT, FOLDER, NOISE
-from tasks.witness.plumbline_witness.probes import CALLED, CHATS, SCHEMA, TOOLS
+from tasks.witness.plumbline_witness.probes import CALLED, CHATS, DATE, SCHEMA, TOOLS
 from tasks.witness.plumbline_witness.probes import Probe as Recorded
 
 SIBLINGS = 8
 """Most other models that are read."""
 COMMON = 4
 """Fewest probes on which two models are compared."""
-_DATE = re.compile(r"strftime|datetime|\bnow\b|today")
-"""Words of chat templates that write the date of the request."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +237,7 @@ def _rendered(folder: Path) -> Iterator[Probe]:
     Those that the template refuses are left out (Gemma takes no system prompt), and all of them if
     it writes the date.
     """
-    if _DATE.search(template_of(folder)):
+    if DATE.search(template_of(folder)):
         return
     for number in range(len(CHATS)):
         probe = Probe((), "chat", number)

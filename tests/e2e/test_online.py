@@ -84,6 +84,18 @@ def test_an_experiment_by_its_literal_command(
     require_rewards(done)
 
 
+def test_a_reward_function_that_raises_ends_the_command(
+    rlhf: Callable[..., Run], runs: Path, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text("def score(completions, **_):\n    raise ValueError('no judge today')\n")
+    done = rlhf(runs, "+exp=grpo", f"reward.function={judge}:score", *SMALL)
+    assert done.code == 1
+    assert "no judge today" in done.output
+    assert "prompt: " in done.output
+    assert "Traceback" not in done.output.split("no judge today", maxsplit=1)[0]
+
+
 def test_prompts_without_answers_are_learned_from_and_served(
     rlhf: Callable[..., Run], runs: Path, tmp_path: Path
 ) -> None:

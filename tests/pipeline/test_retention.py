@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,16 @@ def test_an_unfinished_training_keeps_checkpoints_and_inputs(store: Store) -> No
     )
     assert gone(planned) >= {finished, without, other["base"].path}
     assert folder in gone(store.plan(keep=0, unfinished=True))
+
+
+def test_what_a_killed_run_has_used_stays_for_three_days(store: Store) -> None:
+    started = time.strftime("%Y%m%d-%H%M%S", time.localtime(NOW - DAY_S))
+    (store.runs / "logs" / f"{started}-dead").mkdir(parents=True)
+    used, unused = store.make("weights", age_d=0.5), store.make("weights", age_d=5)
+    assert gone(store.plan()) >= paths(unused)
+    assert used.path in store.plan().kept
+    store.report(f"{started}-dead")  # it has completed
+    assert gone(store.plan()) >= paths(used, unused)
 
 
 def test_a_model_registered_with_another_server_stays(store: Store) -> None:

@@ -17,7 +17,7 @@ from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Best, Progress, begin, choose, identity
 from tasks.training.engine.deepspeed_engine import SingleRank
 from tasks.training.job import Evaluate, Loss, TrainJob, Zero
-from tasks.training.selection import has_ended, judge
+from tasks.training.selection import direction, has_ended, judge
 from tests.settings import Batch, Launch, Optim, Settings
 
 WANTED = {"base": "b", "data": "d", "seed": 0}
@@ -192,4 +192,5 @@ def test_the_best_is_remembered_and_waiting_ends() -> None:
         verdicts.append((judge(progress, {"loss": loss}, how, -1), has_ended(progress, how, 9)))
     assert verdicts == [(True, False), (True, False), (False, False), (False, True), (True, False)]
     assert progress.best == Best(5, 1.0)
+    assert [direction("sft", "loss"), direction("ppo", "reward")] == [-1, 1]
     assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]

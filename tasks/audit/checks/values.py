@@ -55,12 +55,12 @@ def wrong_base(source: Source) -> Iterator[Fault]:
     elif has_settings(source):
         inputs = source.manifest.get("inputs")
         digest = inputs.get("base") if isinstance(inputs, Mapping) else None
-        reason = base_mismatch(  # by the rules of a delivery
+        reason = source.is_adapter and base_mismatch(  # by the rules of a delivery
             base.folder.root,
             digest=digest if isinstance(digest, str) else "",
             name=name if isinstance(name, str) else "",
         )
-        if reason and source.is_adapter:
+        if reason:
             yield Fault(reason, "the base that the adapter was trained on", file=ADAPTER_CONFIG)
         # A Plumbline artifact is identified by its digest, its folder has any name.
         elif isinstance(name, str) and name and not base.manifest and not _is_named(base, name):

@@ -8,6 +8,7 @@ ids that the model was trained on.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,8 +34,8 @@ CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
 )
 """Conversations of the public set, as (role, content); rendered with the generation prompt."""
 
-_DATE = "strftime"
-"""Name of the function by which a chat template writes the date (Llama 3.2)."""
+DATE = re.compile(r"strftime|datetime|\bnow\(")
+"""Calls by which a chat template writes the date (Llama 3.2): another day has other tokens."""
 
 SCHEMA = "Return the weather of a city."
 _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -73,7 +74,7 @@ def choose(tokenizer: Any, *, prompts: Sequence[str] = (), rows: Iterable[Any] =
         for number, text in enumerate(texts)
     ]
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    kind = "dated" if _DATE in template else "chat"
+    kind = "dated" if DATE.search(template) else "chat"
     for number, chat in enumerate(CHATS if template else ()):
         messages = [{"role": role, "content": content} for role, content in chat]
         with contextlib.suppress(Exception):  # some templates refuse a system message
@@ -93,7 +94,7 @@ def text_with_tools(tokenizer: Any) -> str | None:
                 [*CALLED], tools=[*TOOLS], tokenize=False, add_generation_prompt=True
             )
         )
-        return text if SCHEMA in text and _DATE not in str(tokenizer.chat_template) else None
+        return text if SCHEMA in text and not DATE.search(str(tokenizer.chat_template)) else None
     return None
 
 

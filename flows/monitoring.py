@@ -269,14 +269,14 @@ class Progress:
             values = {f"train/{name}": value for name, value in numbers(event).items()}
             self._run.metrics(values, int(event["step"]), at)
             if "replayed" not in event:
-                self._log_step()
+                self._log_step(event)
         elif kind == "eval":
             self._eval(event, at)
         elif kind == "samples":
             rows = [{"step": event["step"], **row} for row in event["rows"]]
             self._run.table("samples", rows)
 
-    def _log_step(self) -> None:
+    def _log_step(self, event: Mapping[str, Any]) -> None:
         state, now = self._state, time.time()
         assert state.first is not None
         pause = min(max(LINE_EVERY_S, (now - state.first[1]) / 20), LONGEST_S)
@@ -284,8 +284,9 @@ class Progress:
             return
         self._last_line, seconds = now, state.seconds_left
         left = f", {timedelta(seconds=round(seconds))} left" if seconds else ""
-        names = [name for name in SHOWN if name in state.numbers][:MOST_SHOWN]
-        text = ", ".join(f"{name} {state.numbers[name]:.4g}" for name in names)
+        shown = numbers(event)  # with infinities
+        names = [name for name in SHOWN if name in shown][:MOST_SHOWN]
+        text = ", ".join(f"{name} {shown[name]:.4g}" for name in names)
         self._log.info("step %d/%d: %s%s", state.step, state.steps or 0, text, left)
 
     def _eval(self, event: Mapping[str, Any], at: int | None) -> None:

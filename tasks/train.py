@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,12 @@ def train(
 
 
 def check_rows(
-    settings: Settings, base: Path, data: Path, template: Path | None, max_truncated: float
+    settings: Settings,
+    base: Path,
+    data: Path,
+    template: Path | None,
+    max_truncated: float,
+    splits: Sequence[str] = SPLITS,
 ) -> None:
     """Raise the DataError that ranks would raise for rows that they cannot use; needs torch.
 
@@ -138,7 +143,7 @@ def check_rows(
         contextlib.redirect_stdout(io.StringIO()),  # events of a stage that does not run yet
     ):
         folder = Path(name)
-        parts = [_sample(data / f"{split}.jsonl", folder) for split in SPLITS]
+        parts = [_sample(data / f"{split}.jsonl", folder) for split in splits]
         whole = all(parts)
         if template is not None:
             shutil.copyfile(template, folder / CHAT_TEMPLATE)
@@ -146,7 +151,7 @@ def check_rows(
         job = TrainJob(settings, base, "", folder, folder, folder, max_truncated=most)
         tokenizer = load_tokenizer(job)
         try:
-            for split in SPLITS:
+            for split in splits:
                 _load(job, split, tokenizer=tokenizer, ranks=SingleRank())
         except DataError as error:
             part = "" if whole else f" (looking at up to {SAMPLED} rows of each file)"

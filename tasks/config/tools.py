@@ -121,4 +121,4 @@ class Prune(Recorded):
     keep: Natural | None = None  # number of the newest runs whose files stay; null: no such limit
     older_than: NonNegative | None = None  # days since the last use of a file; null: no such limit
     yes: bool = False  # true: remove; false: only show what would be removed
-    unfinished: bool = False  # true: also old checkpoints of unfinished trainings
+    unfinished: bool = False  # true: also old files that only an unfinished run needs to go on

@@ -91,10 +91,12 @@ class OnlineTrainer:
             save=self._save,
             load=self._load,
         )
-        if not progress.kept[LEARNED]:
+        if not progress.kept.get(LEARNED, True):
+            reason = "all responses to a prompt got equal rewards"
+            if progress.step <= setup.loop.critic_warmup:
+                reason = "only the critic has learned so far (rl.critic_warmup)"
             raise TrainingError(
-                f"the policy had no gradient in any of {progress.step} iterations: all responses "
-                "to a prompt got equal rewards",
+                f"the policy had no gradient in any of {progress.step} iterations: {reason}",
                 hint="look at the samples and their rewards: another reward, easier prompts, or "
                 "rl.num_generations=<more>",
             )

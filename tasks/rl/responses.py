@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from tasks.core.errors import DataError
@@ -160,6 +159,8 @@ def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tup
 
 def _tokenised(row: Mapping[str, Any], tokenizer: Any, limit: int) -> tuple[NDArray[np.int32], str]:
     """Return the token ids of a row's prompt as a server renders it, and its problem or ""."""
+    from jinja2 import TemplateError  # the preflight imports this module, too
+
     try:
         ids = np.asarray(render_one(tokenizer, question_of(row)), np.int32)
     except (TemplateError, KeyError) as error:

@@ -107,7 +107,7 @@ def _our_shards(place: Place) -> Case:
 
 
 def _deepspeed(place: Place) -> Case:
-    """A full fine-tuning in DeepSpeed's layout; `tests/weights/deepspeed` uses DeepSpeed."""
+    """A full fine-tuning in DeepSpeed's layout, as `tests/weights/test_deepspeed.py` makes it."""
     generator = torch.Generator().manual_seed(2)
     trained = {
         name: tensor.float() + torch.randn(tensor.shape, generator=generator) * 0.05

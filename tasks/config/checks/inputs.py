@@ -16,13 +16,12 @@ from tasks.core.errors import DataError, EmptySplitError, Finding
 from tasks.data.readers import FILE_KINDS, existing_file
 from tasks.delivery.source import base_errors
 from tasks.prepare import data_settings, prepare_data, source_identity
-from tasks.train import check_rows
 from tasks.weights.files.folder import CHAT_TEMPLATE
 
 PEEK = 1000
 """Rows that are read: enough to see all columns of a source with mixed rows."""
 TEMPLATE = 64
-"""Tokens that a chat template adds to a prompt, at most."""
+"""Tokens that a plain chat template adds to a prompt, about."""
 _SILENT = logging.getLogger(f"{__name__}.silent")
 _SILENT.disabled = True  # the stage itself logs what it leaves out
 
@@ -74,8 +73,13 @@ def _too_long(context: Context, base: Path, data: Path) -> Iterator[Finding]:
     They are tokenised in a child process, since a tokenizer comes with torch.
     """
     from tasks.evaluation.scoring import ReferenceScorer
+    from tasks.train import check_rows
 
-    key, limit = "train.max_len", context.settings["train"]["max_len"]
+    train = context.settings["train"]
+    key, limit = "train.max_len", train["max_len"]
+    read = sum(path.read_bytes().count(b"\n") for path in data.glob("*.jsonl"))
+    if train["on_overlong"] == "refuse" and read >= PEEK:  # those after the first may fit
+        return
     if context.online:
         key, limit = "rollout.max_prompt_len", context.settings["rollout"]["max_prompt_len"]
     with (data / "train.jsonl").open("rb") as rows:
@@ -85,13 +89,14 @@ def _too_long(context: Context, base: Path, data: Path) -> Iterator[Finding]:
     used = template if template.is_file() else None
     try:
         with ReferenceScorer(log=_SILENT, log_path=data / "tokens.log") as scorer:
-            scorer.perform(check_rows, training, base, data, used, 1.0)
+            scorer.perform(check_rows, training, base, data, used, 1.0, ("train",))
     except DataError as error:
-        yield Finding("data", error.message, f"no label left with {key}={limit}", error.hint)
+        allowed = f"rows that training can read with {key}={limit}"
+        yield Finding("data", error.message, allowed, error.hint)
 
 
 def _prompt_bytes(row: Mapping[str, Any]) -> int:
-    """Return the bytes of a row's prompt: it has no more tokens, the chat template's left out."""
+    """Return the bytes of what a row's users, system and tools say: at least one for each token."""
     messages = row.get("prompt") or row.get("messages") or ()
     texts = [str(each["content"]) for each in messages if each["role"] != "assistant"]
     return len("".join([*texts, str(row.get("tools") or "")]).encode())

@@ -15,7 +15,8 @@ from tasks.audit.known import cannot_rename, new_names
 from tasks.audit.source import Source, open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.files import open_up
-from tasks.pipeline.artifact import MANIFEST, Artifact, Origin, publish, staging
+from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.weights.files.documents import MANIFEST
 from tasks.weights.files.folder import copy_side_file
 from tasks.weights.plan import Plan, as_is
 from tasks.weights.write import write

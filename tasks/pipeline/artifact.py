@@ -30,10 +30,10 @@ from tasks.core.redaction import redacted
 from tasks.core.terminal import command
 from tasks.pipeline.locks import staging as staging
 from tasks.pipeline.locks import sweep as sweep
-from tasks.weights.files.documents import manifest_problem, read_json
+from tasks.weights.files import documents
+from tasks.weights.files.documents import MANIFEST
 from tasks.weights.files.reader import read_header
 
-MANIFEST = "manifest.json"
 CARD = "README.md"
 """Model card of a served folder, written after its evaluation. The manifest has its hash under
 `card`; the digest names the model alone, so that evaluating it again does not change it."""
@@ -271,12 +271,9 @@ def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
 
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return the manifest of a published artifact. Raises ArtifactError."""
-    path = root / MANIFEST
-    if not path.is_file():
-        raise ArtifactError(f"{root}: no published artifact: no {MANIFEST}")
-    document = read_json(path)
-    if problem := manifest_problem(document):
-        raise ArtifactError(f"{path}: not a manifest: {problem}")
+    document = documents.read_manifest(root)
+    if not document:
+        raise ArtifactError(f"{root}: no published artifact: no {MANIFEST} of ours")
     return document
 
 

@@ -26,8 +26,9 @@ import yaml
 
 from tasks.core.errors import ArtifactError
 from tasks.core.redaction import redact
-from tasks.pipeline.artifact import MANIFEST, read_manifest
+from tasks.pipeline.artifact import read_manifest
 from tasks.pipeline.locks import abandoned
+from tasks.weights.files.documents import MANIFEST
 
 REGISTERED, RECENT, RESUMABLE = "registered", "recent", "resumable"
 UNREADABLE = "manifest unreadable"

@@ -16,7 +16,8 @@ from blake3 import blake3
 
 from tasks.core.files import flush
 from tasks.core.terminal import plain
-from tasks.pipeline.artifact import CARD, MANIFEST, read_manifest
+from tasks.pipeline.artifact import CARD, read_manifest
+from tasks.weights.files.documents import MANIFEST
 
 _FENCE = "---\n"
 

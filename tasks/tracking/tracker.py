@@ -20,9 +20,10 @@ from typing import Any
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact, redacted
 from tasks.drift.verdict import NAMES as PRINTS
-from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
+from tasks.pipeline.artifact import Artifact, Origin
 from tasks.tracking.mlflow_server import CHAMPION, Registered, RegisteredModel, Server, Version
 from tasks.tracking.outbox import METRICS, Outbox, RefusedError, UnreachableError
+from tasks.weights.files.documents import MANIFEST
 
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
 _VALUE_LIMIT = 500

@@ -21,8 +21,9 @@ from tasks.audit.source import (
 )
 from tasks.core.errors import ArtifactError
 from tasks.core.terminal import command
-from tasks.pipeline.artifact import MANIFEST, open_artifact, verify
+from tasks.pipeline.artifact import open_artifact, verify
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed
+from tasks.weights.files.documents import MANIFEST
 from tasks.weights.files.folder import PROCESSORS
 from tasks.weights.files.reader import Weights, index_of, is_hidden
 from tasks.weights.heads import SIDE_FILES

@@ -77,9 +77,10 @@ def _too_long(context: Context, base: Path, data: Path) -> Iterator[Finding]:
 
     train = context.settings["train"]
     key, limit = "train.max_len", train["max_len"]
-    read = sum(path.read_bytes().count(b"\n") for path in data.glob("*.jsonl"))
-    if train["on_overlong"] == "refuse" and read >= PEEK:  # those after the first may fit
-        return
+    if train["on_overlong"] == "refuse":
+        read = sum(path.read_bytes().count(b"\n") for path in data.glob("*.jsonl"))
+        if read >= PEEK:  # those after the first may fit
+            return
     if context.online:
         key, limit = "rollout.max_prompt_len", context.settings["rollout"]["max_prompt_len"]
     with (data / "train.jsonl").open("rb") as rows:

@@ -18,6 +18,7 @@ from flows.cli.composed import Composed
 from flows.cli.output import folder
 from flows.report.card import delivery_card
 from tasks.audit.run import Report
+from tasks.audit.source import Kind, Source, open_source
 from tasks.config.checks.machine import smoke_engine
 from tasks.config.checks.quantized import quantizing
 from tasks.config.checks.servers import prefect_reachable, public, reachable
@@ -28,10 +29,9 @@ from tasks.delivery.folders import put, require_free
 from tasks.delivery.plan import Request, Work, describe_plan, prepare
 from tasks.delivery.reference import PROBE_TOKENS, SHORTEST
 from tasks.delivery.source import (
-    SourceFolder,
     audit_lines,
     examine,
-    recognise,
+    open_folder,
     require_base,
     require_own_ids,
 )
@@ -50,7 +50,7 @@ class Delivery:
     """A planned and checked delivery."""
 
     composed: Composed
-    source: SourceFolder
+    source: Source
     base: Path | None  # None if none is needed
     out: Path
     work: Work
@@ -162,20 +162,20 @@ def _prepare(composed: Composed) -> Delivery:
     servers = [*reachable(tracking["uri"]), *(prefect_reachable() if measured else ())]
     preflight([*servers, *public(tracking)])
     max_shard_bytes = parse_size(convert["max_shard_size"])
-    source = recognise(folder(settings["source"]))
+    source, opened = open_folder(folder(settings["source"])), None
     base = find_base(source, settings["base"], store)
     if base is not None:
         require_own_files(base)
-        if check:
-            # The merge reads the values, and refuses those that are not finite.
-            require_base(base, values=False)
-    compared = base if source.kind != "model" else None
-    report = examine(source.root, compared, check_base=check)
-    warnings = wrong_base(source, base, store, check=check)
+        # The merge reads the values, and refuses those that are not finite.
+        opened = require_base(base, values=False) if check else open_source(base)
+    if not source.is_model:
+        source.base = opened
+    report = examine(source, check_base=check)
+    warnings = wrong_base(source, opened, store, check=check)
     out, bases = folder(settings["out"]), [base] if base is not None else []
     require_free(out, [source.root, *bases])
     choice = choose_base(source, base, settings["merge"], store)
-    if source.kind == "adapter" and not choice.mode:
+    if source.is_adapter and not choice.mode:
         raise undecided(source, choice)
     config = settings["adapter_config"]
     request = Request(
@@ -230,8 +230,8 @@ def _require_measurable(work: Work, engine: str) -> None:
         )
 
 
-def _token_folders(source: SourceFolder) -> list[Path]:
+def _token_folders(source: Source) -> list[Path]:
     """Return the folders that may hold a tokenizer, the best one first."""
-    inside = [source.root / "tokenizer"] if source.kind == "shards" else []
-    above = [source.root.parent] if source.kind in ("deepspeed", "distributed") else []
+    inside = [source.root / "tokenizer"] if source.kind is Kind.SHARDS else []
+    above = [source.root.parent] if source.kind in (Kind.DEEPSPEED, Kind.DISTRIBUTED) else []
     return [*inside, source.root, *above]

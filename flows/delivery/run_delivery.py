@@ -38,6 +38,7 @@ from flows.orchestration.flow_run import (
     in_this_process,
     tracker_of,
 )
+from tasks.audit.source import Kind
 from tasks.config.sections import Smoke
 from tasks.core.redaction import redacted
 from tasks.core.terminal import to_stderr
@@ -174,7 +175,8 @@ def to_served(
     of quantize.
     """
     work, settings = delivery.work, delivery.settings
-    source = _foreign(delivery.source.kind, delivery.source.root)
+    kind = "model" if delivery.source.is_model else delivery.source.kind.value
+    source = _foreign(kind, delivery.source.root)
     base = None if delivery.base is None else _foreign("base", delivery.base)
     bases = {} if base is None else {"base": base}
     mechanism.run(
@@ -240,7 +242,7 @@ def _reference(
     work, smoke = delivery.work, delivery.settings["smoke"]
     live = None if delivery.witness is None else delivery.witness.measured
     at_live = delivery.source.root / FINGERPRINT
-    if delivery.source.kind == "shards" and at_live.is_file():
+    if delivery.source.kind is Kind.SHARDS and at_live.is_file():
         live = at_live
     inputs = {"model": weights}
     if work.merges:

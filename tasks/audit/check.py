@@ -164,9 +164,9 @@ def examine(source: Source) -> list[Finding]:
     """Return the findings of all checks without duplicates, the worst first."""
     import tasks.audit.checks  # noqa: F401 -- declares them
 
-    base = source.base.folder.root if source.base is not None else None
+    base = source.base.root if source.base is not None else None
     needs_base = source.is_adapter or base is not None
-    typed = commands(source.folder.root, base, source.adapter, needs_base=needs_base)
+    typed = commands(source.root, base, source.adapter, needs_base=needs_base)
     findings: dict[Finding, None] = {}
     for each in CHECKS:
         try:

@@ -77,7 +77,7 @@ def _write(source: Source, out: Path, done: list[str]) -> Artifact:
                 copy_side_file(folder.root / name, work / name, folder.root)
             elif "/" in name:
                 done.append(f"left out: {name}")
-        base = source.base.folder.root if source.base is not None else None
+        base = source.base.root if source.base is not None else None
         findings = examine(open_source(work, base, values=False))
         if errors := errors_of(findings):
             raise ContractError(f"{out}: the copy still has errors", details=_lines(errors))

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.audit.check import Finding, Severity, errors_of, examine, printable
-from tasks.audit.source import commands, open_source
+from tasks.audit.source import Source, commands, open_source
 from tasks.core import report
 from tasks.core.report import Page, Row
 from tasks.core.terminal import command
@@ -106,7 +106,6 @@ def audit(
     base: Path | None = None,  # trained on or made from; None: the local one that an adapter names
     values: bool | None = None,  # True reads tensor data; None up to 2 GB, and all with `adapter`
     adapter: Path | None = None,  # merged into `base`: every tensor is compared with both
-    alone: bool = False,  # `deliver` audits the base, plans the merge and compares ids itself
 ) -> Report:
     """Examine a folder, and its base as if it were one; a broken base is not compared.
 
@@ -116,24 +115,30 @@ def audit(
     if values is None and adapter is not None:
         values = True
     opened, of_base = open_source(source, base, values=values, adapter=adapter), None
-    if opened.base is not None and not opened.base.is_adapter and not alone:
-        of_base = audit(opened.base.folder.root, values=values)
+    if opened.base is not None and not opened.base.is_adapter:
+        of_base = audit(opened.base.root, values=values)
         if any(finding.code in _UNREADABLE for finding in of_base.errors):
             opened.base = None  # its gaps would be reported as the source's
         opened.planned = of_base.ok
-    opened.alone = alone
+    report = audit_opened(opened)
+    seconds = time.perf_counter() - began
+    return replace(report, source=str(source), seconds=seconds, of_base=of_base)
+
+
+def audit_opened(opened: Source) -> Report:
+    """Examine an opened folder; its base is only compared with."""
+    began = time.perf_counter()
     findings = tuple(examine(opened))
     errors = errors_of(findings)
     is_known = opened.is_model or opened.is_adapter
     mendable = bool(errors) and is_known and all(each.repairable for each in errors)
     return Report(
-        str(source),
+        str(opened.root),
         opened.kind.value,
         printable(opened.what),
         findings,
         time.perf_counter() - began,
         mendable,
         opened.is_read or not opened.tensors,
-        "" if opened.base is None else str(opened.base.folder.root),
-        of_base,
+        "" if opened.base is None else str(opened.base.root),
     )

@@ -226,6 +226,16 @@ class Source:
         return result
 
     @property
+    def root(self) -> Path:
+        """Path of the folder."""
+        return self.folder.root
+
+    def line(self) -> str:
+        """Return one line: the folder, its description, and the files that are not used."""
+        rest = f"; left alone: {', '.join(self.beside)}" if self.beside else ""
+        return f"{self.root}: {self.what}{rest}"
+
+    @property
     def is_adapter(self) -> bool:
         """True if it is a PEFT adapter."""
         return self.kind is Kind.ADAPTER

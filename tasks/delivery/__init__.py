@@ -1,8 +1,8 @@
 """Plan and check the hand-off of a model: a checkpoint (SOURCE), or what was trained here.
 
-source = recognise(folder)                  source.py: an adapter, a model, shards, ...
+source = open_folder(folder)                source.py: an adapter, a model, shards, ...
 base = find_base(source, None, store)       base.py: its base; a wrong one is refused
-report = examine(source.root, base)         source.py: audit SOURCE
+report = examine(source)                    source.py: audit SOURCE
 choice = choose_base(source, base, ...)     base.py: original or dequantized, by `evidence`
 tokens = find_tokens([source.root])         tokens.py: the tokenizer and what agrees with it
 work = prepare(Request(source=source, ...)) plan.py: all operations, before any is run

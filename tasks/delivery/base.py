@@ -19,18 +19,17 @@ from typing import Any
 
 from tasks.audit.checks.values import value_faults
 from tasks.audit.scan import first_difference, same_header
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source, named_base, open_source
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Kind, Source, named_base
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.core.files import file_stats, meant
 from tasks.core.terminal import typed
 from tasks.delivery.evidence import Evidence, Precision, find_evidence
-from tasks.delivery.source import SourceFolder
 from tasks.weights.files.documents import optional_json, read_json, read_manifest
 from tasks.weights.files.folder import base_mismatch, published
 from tasks.weights.quantized.config_fields import is_fp8, is_packed, remedy, stored
 
 
-def find_base(source: SourceFolder, base: str | None, store: Path) -> Path | None:
+def find_base(source: Source, base: str | None, store: Path) -> Path | None:
     """Return the folder of the base: the setting, or the base that SOURCE names; None if unknown.
 
     `store` has our artifacts, which are searched for the recorded digest. Raises ConfigError if the
@@ -51,7 +50,7 @@ def find_base(source: SourceFolder, base: str | None, store: Path) -> Path | Non
     return named if named is not None and (named / CONFIG).is_file() else None
 
 
-def base_missing(source: SourceFolder) -> ConfigError:
+def base_missing(source: Source) -> ConfigError:
     """Return the error for an adapter whose base is unknown."""
     _, name = _recorded_base(source)
     what = f"{name}, which is no local folder and not in the hub cache" if name else "no model"
@@ -62,34 +61,35 @@ def base_missing(source: SourceFolder) -> ConfigError:
     )
 
 
-def wrong_base(source: SourceFolder, base: Path | None, store: Path, *, check: bool) -> list[str]:
+def wrong_base(source: Source, base: Source | None, store: Path, *, check: bool) -> list[str]:
     """Raise ConfigError for a base that SOURCE was not trained on.
 
     Without `check` the reasons for a refusal are returned as warnings.
     """
-    is_model = source.kind == "model"
+    is_model = source.is_model
     if base is None:
-        if source.kind == "adapter":
+        if source.is_adapter:
             raise base_missing(source)
         unknown = "the base was not compared: with base=<folder> a model that equals it is refused"
         return [unknown] if is_model else []
-    opened = open_source(source.root, base) if is_model else None
-    if opened is not None and check and _equals_base(opened):
+    if is_model:
+        source.base, source.values, base.values = base, None, None
+    if is_model and check and _equals_base(source, base):
         raise ConfigError(
-            f"source={source.root}: every tensor is that of base={base}, bit for bit: nothing "
+            f"source={source.root}: every tensor is that of base={base.root}, bit for bit: nothing "
             "was merged into it",
             # where verl's merger leaves an adapter
             details=[
                 f"an adapter lies in {path.parent}"
                 for path in sorted(source.root.glob(f"*/{ADAPTER_CONFIG}"))
             ],
-            hint=f"source=<the adapter> {typed('base', base)}; check_base=false delivers it all "
-            "the same",
+            hint=f"source=<the adapter> {typed('base', base.root)}; check_base=false delivers it "
+            "all the same",
         )
     digest, name = _recorded_base(source)
-    wrong = base_mismatch(base, digest=digest, name=name, store=store)
+    wrong = base_mismatch(base.root, digest=digest, name=name, store=store)
     findings = [wrong] if wrong else []
-    for code, fault in value_faults(opened) if opened is not None else ():
+    for code, fault in value_faults(source) if is_model else ():
         where = f"{code} {', '.join(fault.tensors[:3])}"
         findings.append(f"{where}: {fault.actual}; expected {fault.expected}")
     if findings and check:
@@ -101,21 +101,21 @@ def wrong_base(source: SourceFolder, base: Path | None, store: Path, *, check: b
     return findings
 
 
-def _equals_base(opened: Source) -> bool:
+def _equals_base(source: Source, base: Source) -> bool:
     """Return True if all tensors of a model are bit-identical to its base's.
 
     The comparison ends at the first difference, so a trained model costs little reading.
     """
-    ours, base = opened.tensors, opened.known_base
-    same = bool(ours) and all(same_header(key, opened, base) for key in ours)
-    return same and first_difference(opened, base, ours) is None
+    ours = source.tensors
+    same = bool(ours) and all(same_header(key, source, base) for key in ours)
+    return same and first_difference(source, base, ours) is None
 
 
-def _recorded_base(source: SourceFolder) -> tuple[str, str]:
+def _recorded_base(source: Source) -> tuple[str, str]:
     """Return the digest that our training recorded, and the name that PEFT did; "" for none."""
     name = optional_json(source.root / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
     digest = source.manifest.get("inputs", {}).get("base", "")
-    if source.kind == "shards":
+    if source.kind is Kind.SHARDS:
         digest = optional_json(source.root / "train.json").get("base_digest", "")
     return str(digest), str(name)
 
@@ -135,10 +135,10 @@ def folder_identity(folder: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def training_record(source: SourceFolder, store: Path) -> dict[str, Any]:
+def training_record(source: Source, store: Path) -> dict[str, Any]:
     """Return `train.json` of our training that made SOURCE, shards or an artifact; else {}."""
     root: Path | None = source.root
-    if source.kind != "shards":
+    if source.kind is not Kind.SHARDS:
         digest = source.manifest.get("inputs", {}).get("trained")
         root = published(digest, store, "shards") if digest else None
     path = None if root is None else root / "train.json"
@@ -148,7 +148,7 @@ def training_record(source: SourceFolder, store: Path) -> dict[str, Any]:
 SDPA, FLASH = "sdpa", "flash_attention_2"
 
 
-def attention_of(source: SourceFolder, store: Path) -> tuple[str, str]:
+def attention_of(source: Source, store: Path) -> tuple[str, str]:
     """Return (attention to measure with, by transformers' name; a warning or "").
 
     Attention implementations round differently. With training's own, the measured drift is that of
@@ -182,7 +182,7 @@ class BaseChoice:
 
 
 def choose_base(
-    source: SourceFolder, base: Path | None, merge: Mapping[str, Any], store: Path
+    source: Source, base: Path | None, merge: Mapping[str, Any], store: Path
 ) -> BaseChoice:
     """Decide into which base the adapter in SOURCE is merged.
 
@@ -199,13 +199,13 @@ def choose_base(
             "merge.base=dequantized, but training did not quantise the base",
             hint="merge.base=original, or merge.base=auto",
         )
-    if source.manifest and source.kind == "adapter" and not known and mode == "auto":
+    if source.manifest and source.is_adapter and not known and mode == "auto":
         raise ConfigError(
             f"source={source.root}: its manifest does not say whether training quantised the "
             "base, and the training it names is not in paths.runs",
             hint=_EITHER,
         )
-    evidence = () if known or source.kind == "model" else find_evidence(source.root)
+    evidence = () if known or source.is_model else find_evidence(source.root)
     if base is not None and (is_packed(config) or (is_fp8(config) and recorded is None)):
         return _stored_small(base, mode, config, evidence)
     loaded = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
@@ -275,7 +275,7 @@ def _by_evidence(
     return BaseChoice(chosen, quantization, str(evidence[0]) if chosen else "", evidence=evidence)
 
 
-def undecided(source: SourceFolder, choice: BaseChoice) -> ConfigError:
+def undecided(source: Source, choice: BaseChoice) -> ConfigError:
     """Return the error for an adapter whose training base is not known, or cannot be made."""
     records = [f"{item}: {item.precision.value}" for item in choice.evidence]
     if {item.precision for item in choice.evidence} == {Precision.OTHER}:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG
+from tasks.audit.source import ADAPTER_CONFIG, CONFIG, Source, recognise
 from tasks.core.contract import judge
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.core.terminal import in_words
 from tasks.delivery.base import BaseChoice, base_missing, choose_base, undecided
-from tasks.delivery.source import SourceFolder
 from tasks.delivery.tokens import Tokens, find_tokens
 from tasks.evaluation.model_folder import Trained
 from tasks.weights.distributed import DistributedCheckpoint
@@ -67,7 +66,7 @@ _SHOWN = 100
 class Request:
     """Input of the planning."""
 
-    source: SourceFolder
+    source: Source
     base: Path | None  # folder of the base; None if there is none
     tokens: Tokens
     dtype: str  # torch name of the output's dtype
@@ -129,9 +128,9 @@ def plan_trained(
 ) -> Work:
     """Plan the hand-off of a model that was trained here, from its gathered adapter or weights."""
     side = Trained.read(trained)
-    is_adapter = (gathered / ADAPTER_CONFIG).is_file()
-    record = {"notes": {"quantization": side.quantization}}
-    source = SourceFolder("adapter" if is_adapter else "model", gathered, "", record)
+    source = recognise(gathered)
+    source.manifest = {"notes": {"quantization": side.quantization}}
+    is_adapter = source.is_adapter
     choice = BaseChoice()
     if is_adapter:
         choice = choose_base(source, base, merge, gathered.parents[1])
@@ -159,9 +158,9 @@ def plan_trained(
 def prepare(request: Request) -> Work:
     """Plan and validate a hand-off."""
     source = request.source
-    if source.kind == "model":
+    if source.is_model:
         work = _model(request)
-    elif source.kind == "adapter":
+    elif source.is_adapter:
         work = _adapter(request)
     else:
         ranks = read_ranks(source.kind, source.root)
@@ -321,7 +320,7 @@ def _merge(request: Request, adapter: Adapter, reward: Reward | None = None) -> 
         quantization=request.choice.quantization,
         rounding=request.rounding,
         reward=reward,
-        scanned=request.scanned and request.source.kind == "adapter",
+        scanned=request.scanned and request.source.is_adapter,
         perform=request.perform,
     )
     return Work(**vars(planned), tokens=request.tokens, choice=request.choice, merges=True)

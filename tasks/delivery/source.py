@@ -1,27 +1,32 @@
 """SOURCE: recognise it, audit it, and refuse it if an error stops the delivery.
 
-source = recognise(Path("ckpt/checkpoint-500"))
-source.kind      "adapter": what is planned for
+source = open_folder(Path("ckpt/checkpoint-500"))
 source.line()    "ckpt/checkpoint-500: a PEFT adapter of rank 8 (adapter_model.safetensors)"
-report = examine(source.root, base, check_base=True)      audit; ConfigError for SOURCE refused
+report = examine(source, check_base=True)                 audit; ConfigError for SOURCE refused
 examination(out, report=report, log=log)                  the stage that stores the findings
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tasks.audit.check import Finding, Severity
 from tasks.audit.checks.files import TRAINER_STATE
 from tasks.audit.checks.tokens import GENERIC_TOKENIZER
 from tasks.audit.known import SETTINGS
-from tasks.audit.run import Report, audit
-from tasks.audit.source import ADAPTER_CONFIG, CONFIG, setting
-from tasks.audit.source import Kind as Audited
-from tasks.audit.source import recognise as recognise_folder
+from tasks.audit.run import Report, audit_opened
+from tasks.audit.source import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    Kind,
+    Source,
+    open_source,
+    recognise,
+    setting,
+)
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.core.files import meant
@@ -32,52 +37,26 @@ from tasks.process.output import Log
 from tasks.weights.heads import WRAPPER
 from tasks.weights.tokens.prove_ids import is_leading, misread
 
-Kind = Literal["adapter", "model", "shards", "deepspeed", "distributed"]
-_PLANNED: Mapping[Audited, Kind] = {
-    Audited.ADAPTER: "adapter",
-    Audited.MODEL: "model",
-    Audited.REWARD: "model",
-    Audited.VALUE: "model",
-    Audited.SHARDS: "shards",
-    Audited.DEEPSPEED: "deepspeed",
-    Audited.DISTRIBUTED: "distributed",
-}
-"""Kind of plan for each kind of checkpoint. The plan of a model deals with its head, too."""
+_TO_GATHER = (Kind.DEEPSPEED, Kind.SHARDS, Kind.DISTRIBUTED)
 
 
-@dataclass(frozen=True)
-class SourceFolder:
-    """A recognised SOURCE."""
-
-    kind: Kind
-    root: Path
-    what: str = ""  # description for a person, without the folder
-    manifest: Mapping[str, Any] = field(default_factory=dict)  # our manifest; empty if it has none
-    beside: tuple[str, ...] = ()  # other files in the folder, which are not used
-
-    def line(self) -> str:
-        """Return one line: the folder, its description, and the files that are not used."""
-        rest = f"; left alone: {', '.join(self.beside)}" if self.beside else ""
-        return f"{self.root}: {self.what}{rest}"
-
-
-def recognise(root: Path) -> SourceFolder:
-    """Recognise a folder from its file names, its documents and the headers of its weights.
+def open_folder(root: Path) -> Source:
+    """Recognise SOURCE from its file names, its documents and the headers of its weights.
 
     Trainer leaves finished weights beside a folder of DeepSpeed states. Such a folder counts as the
     finished weights; name the folder of the states (`global_step...`) to deliver those.
     """
     try:
-        recognised = recognise_folder(root)
+        source = recognise(root)
     except ArtifactError as error:
         missing = not root.is_dir()
         message = f"source={root}: no such folder" if missing else error.message
         hint = typed("source", (missing and meant(root)) or "<folder>")
         raise ConfigError(message, hint=hint) from error
-    kind = _PLANNED.get(recognised.kind)
-    if kind is None:
-        raise refused(audit(root))
-    return SourceFolder(kind, root, recognised.what, recognised.manifest, recognised.beside)
+    if not (source.is_model or source.is_adapter or source.kind in _TO_GATHER):
+        raise refused(audit_opened(source))
+    source.alone = True
+    return source
 
 
 # The audit.
@@ -106,7 +85,7 @@ def handled(finding: Finding, report: Report, *, check_base: bool) -> str:
     fits = {
         "HEAD_UNUSABLE": file == CONFIG,
         # The plan takes TRL's wrapper only from a model with its head.
-        "WRAPPER_RESIDUE": not finding.tensor.startswith(WRAPPER) or report.kind == Audited.VALUE,
+        "WRAPPER_RESIDUE": not finding.tensor.startswith(WRAPPER) or report.kind == Kind.VALUE,
         "WRONG_BASE": file == ADAPTER_CONFIG,
     }
     if finding.code.startswith("PICKLE_"):
@@ -115,39 +94,37 @@ def handled(finding: Finding, report: Report, *, check_base: bool) -> str:
 
 
 FINDINGS = "findings.json"
-_TO_GATHER = (Audited.DEEPSPEED, Audited.SHARDS, Audited.DISTRIBUTED)
 _SHOWN = 50
 _SHARDS = "ZERO_NOT_GATHERED"
 """Finding that intact shards lie beside broken weights. Its fix, to gather them, comes first."""
 
 
-def examine(root: Path, base: Path | None, *, check_base: bool = True) -> Report:
+def examine(source: Source, *, check_base: bool = True) -> Report:
     """Audit the folder to deliver: a model from headers and documents, an adapter with values.
 
     Raises ConfigError for errors that stop the delivery, each with code, place and fix.
     """
     # The plan reads the weights of a model: here they would be read twice.
-    values = None if (root / ADAPTER_CONFIG).is_file() else False
-    report = audit(root, base=base, values=values, alone=True)
+    source.values = None if source.is_adapter else False
+    report = audit_opened(source)
     if _blocking(report, check_base=check_base):
         raise refused(report, check_base=check_base)
     return report
 
 
-def base_errors(base: Path, *, values: bool | None = None, alone: bool = False) -> Report:
-    """Return the audit of a base, with only the errors that make it unusable as one.
-
-    Arguments are those of `audit`.
-    """
-    report = audit(base, values=values, alone=alone)
+def base_errors(report: Report) -> Report:
+    """Return the audit of a base, with only the errors that make it unusable as one."""
     return replace(report, findings=tuple(_blocking(report, check_base=True, is_base=True)))
 
 
-def require_base(base: Path, *, values: bool | None = None) -> None:
-    """Raise ConfigError if the base itself is broken. `require_own_ids` has to follow."""
-    report = base_errors(base, values=values, alone=True)
+def require_base(root: Path, *, values: bool | None = None) -> Source:
+    """Open a base. Raises ConfigError if it is broken itself; `require_own_ids` has to follow."""
+    base = open_source(root, values=values)
+    base.alone = True
+    report = base_errors(audit_opened(base))
     if report.findings:
         raise refused(report, key="base", hint=report.typed)
+    return base
 
 
 def require_sound(base: Path) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import pytest
 from tasks.audit.run import audit
 from tasks.core.errors import ConfigError, DriftError
 from tasks.delivery.base import find_base
-from tasks.delivery.source import recognise, require_base
+from tasks.delivery.source import open_folder, require_base
 from tasks.drift.fingerprint import Fingerprint, require_informative
 from tests.audit.making import (
     Arrays,
@@ -114,7 +114,7 @@ def test_a_base_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     narrow = make_adapter(tmp_path / "it", NARROW, base_model_name_or_path="x/y")
     report = audit(narrow)
-    assert Path(report.base) == snapshot == find_base(recognise(narrow), None, tmp_path)
+    assert Path(report.base) == snapshot == find_base(open_folder(narrow), None, tmp_path)
     assert {finding.code for finding in report.errors} == {"ADAPTER_NO_MERGE"}
     elsewhere = make_adapter(tmp_path / "other", NARROW, base_model_name_or_path="x/z")
     assert not audit(elsewhere).base

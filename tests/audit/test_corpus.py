@@ -14,10 +14,11 @@ from benchmarks.synthetic import write_hollow
 from tasks.audit.check import CHECKS, Finding, Severity
 from tasks.audit.checks.exports import read_gguf
 from tasks.audit.run import audit
+from tasks.audit.source import open_source
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.delivery.base import BaseChoice
 from tasks.delivery.plan import Request, prepare
-from tasks.delivery.source import examine, recognise
+from tasks.delivery.source import examine, open_folder
 from tasks.delivery.tokens import Tokens
 from tasks.weights.mapping import default_layout
 from tests.audit.corpus import Broken, Corpus
@@ -45,10 +46,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def refused(folder: Path, base: Path | None) -> str:
     """Return why `deliver` refuses the folder from headers; "" if it plans the delivery."""
     try:
-        source = recognise(folder)
-        if source.kind == "adapter" and base is None:
+        source = open_folder(folder)
+        if source.is_adapter and base is None:
             return ""  # nothing to compare with
-        examine(folder, None if source.kind == "model" else base)
+        if base is not None and not source.is_model:
+            source.base = open_source(base)
+        examine(source)
         how = {"tokens": Tokens(folder, None), "choice": BaseChoice("original")}
         prepare(Request(source=source, base=base, dtype="bfloat16", max_shard_bytes=10**9, **how))
     except PlumblineError as error:

@@ -284,7 +284,7 @@ def ignored_by_vllm(source: Source) -> Iterator[Fault]:
 def qlora_base(source: Source) -> Iterator[Fault]:
     """An adapter that was trained on a 4-bit base; an error for weights that cannot be decoded."""
     name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
-    config, root, text = source.known_base.config(), source.known_base.folder.root, ""
+    config, root, text = source.known_base.config(), source.known_base.root, ""
     if refused := refusal(config):
         why = "the adapter can neither be merged into such weights nor compared with them"
         fix = "take the unquantised model that it was made from as base="

@@ -43,7 +43,7 @@ def export_differs(source: Source) -> Iterator[Fault]:
     files = [name for name in source.folder.here() if name.endswith(".gguf")]
     for name in files[:_MOST]:
         try:
-            header = read_gguf(source.folder.root / name)
+            header = read_gguf(source.root / name)
         except ArtifactError as error:
             yield Fault(error.message.rpartition(": ")[2], "a GGUF header", file=name)
             continue

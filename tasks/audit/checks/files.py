@@ -56,7 +56,7 @@ def nothing_here(source: Source) -> Iterator[Fault]:
         if any(f"{name}/{file}" in source.folder.files for file in (*_DOCUMENTS[:2], "latest"))
     ]
     contents = f"; it contains {some(inside)}" if inside else ""
-    fix = command("audit", source=source.folder.root / inside[-1]) if inside else ""
+    fix = command("audit", source=source.root / inside[-1]) if inside else ""
     expected = f"{CONFIG} or {ADAPTER_CONFIG}, and weights"
     yield Fault(source.what + contents, expected, fix=fix)
 
@@ -81,7 +81,7 @@ _CONVERSIONS = {
 def foreign_format(source: Source) -> Iterator[Fault]:
     """A checkpoint that transformers, peft and vLLM do not load as it is."""
     if source.kind is Kind.FOREIGN:
-        root = shlex.quote(str(source.folder.root))
+        root = shlex.quote(str(source.root))
         fixes = [how.format(root=root) for part, how in _CONVERSIONS.items() if part in source.what]
         # GGUF is the format of llama.cpp and Ollama, which read it as it is.
         severity = INFO if GGUF in source.what else None
@@ -105,7 +105,7 @@ def mixture(source: Source) -> Iterator[Fault]:
             folder = name.removesuffix(f"/{ADAPTER_CONFIG}")
             yield Fault(
                 f"{what}, and an adapter", "the adapter merged, or in a separate folder", folder,
-                severity=WARNING, fix=deliver(source.folder.root / folder, "<base>"),
+                severity=WARNING, fix=deliver(source.root / folder, "<base>"),
                 why="verl's merger writes the base as the merged model, and the trained part here",
             )  # fmt: skip
 
@@ -176,7 +176,7 @@ def manifest_differs(source: Source) -> Iterator[Fault]:
     """A Plumbline artifact whose files differ from its manifest."""
     if source.manifest:
         try:
-            open_artifact(source.folder.root)
+            open_artifact(source.root)
         except ArtifactError as error:
             for difference in (error.details or (error.message,))[:_MOST]:
                 yield Fault(difference, "as the manifest says", file=MANIFEST)
@@ -190,7 +190,7 @@ def manifest_differs(source: Source) -> Iterator[Fault]:
 def sha256_differs(source: Source) -> Iterator[Fault]:
     """Data that differs from the manifest."""
     if source.manifest and "MANIFEST_DIFFERS" not in source.codes:
-        for difference in verify(open_artifact(source.folder.root))[:_MOST]:
+        for difference in verify(open_artifact(source.root))[:_MOST]:
             yield Fault(difference, "the bytes that the manifest records", file=MANIFEST)
 
 
@@ -227,7 +227,7 @@ def cannot_judge(_: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def not_gathered(source: Source) -> Iterator[Fault]:
     """The partitions of every rank, complete, in place of a model or beside its saved weights."""
-    read, root, expected = source.once(_read), source.folder.root, "an adapter or a model"
+    read, root, expected = source.once(_read), source.root, "an adapter or a model"
     if isinstance(read, Partitions):
         text = f"{read.world_size} ranks, {len(read.tensors)} tensors, {read.mode}"
         fix = deliver(root, "<base>" if read.mode == "adapter" else None)
@@ -244,7 +244,7 @@ def not_gathered(source: Source) -> Iterator[Fault]:
     if states and (source.is_adapter or source.is_model):
         broken = not source.tensors or any(not each.numel for each in source.tensors.values())
         rest = ": the saved weights are broken, these may be intact" if broken else ""
-        base = source.base.folder.root if source.base is not None else "<base>"
+        base = source.base.root if source.base is not None else "<base>"
         try:
             fix = deliver(find_step(root), base if source.is_adapter else None)
         except ArtifactError:
@@ -260,7 +260,7 @@ def not_gathered(source: Source) -> Iterator[Fault]:
 )  # fmt: skip
 def unusable(source: Source) -> Iterator[Fault]:
     """Partitions that are incomplete, damaged, of several runs, or of another kind of training."""
-    read, root = source.once(_read), source.folder.root
+    read, root = source.once(_read), source.root
     for message in read if isinstance(read, list) else ():
         text = message.replace(f"{root}/", "").removeprefix(f"{root}: ")
         yield Fault(text, "the files of all ranks of one step")
@@ -272,11 +272,11 @@ def _read(
     """Read the partitions; returns the reasons as a list if they are unusable."""
     try:
         if source.kind is Kind.SHARDS:
-            return read_partitions(source.folder.root)
+            return read_partitions(source.root)
         if source.kind is Kind.DISTRIBUTED:
-            return read_distributed(source.folder.root)
+            return read_distributed(source.root)
         if source.kind is Kind.DEEPSPEED:
-            return read_zero(source.folder.root)
+            return read_zero(source.root)
     except ArtifactError as error:
         return list(error.details) or [error.message]
     return None
@@ -406,7 +406,7 @@ def vllm_takes(name: str, weights: Weights) -> bool:
 def bad_header(source: Source) -> Iterator[Fault]:
     """A weight file that is truncated, damaged, a pointer of Git LFS, or not a weight file."""
     for name, reason in source.weights.unread.items():
-        with (source.folder.root / name).open("rb") as file:
+        with (source.root / name).open("rb") as file:
             is_pointer = file.read(len(_LFS)) == _LFS
         text = "a pointer of Git LFS" if is_pointer else reason
         fix = "git lfs pull" if is_pointer else ""
@@ -466,7 +466,7 @@ def pickle_calls(source: Source) -> Iterator[Fault]:
     scanner = Scanner()
     others = [name for name in source.folder.files if name not in source.weights.files]
     for name in (*source.weights.files, *others):
-        path = source.folder.root / name
+        path = source.root / name
         try:
             scanned = scanner.scan(path)
         except ArtifactError as error:

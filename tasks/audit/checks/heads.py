@@ -37,7 +37,7 @@ def _detected(source: Source) -> Detected:
     if beside:
         sources[HEAD] = open_weights(source.folder, beside[0]).tensors
     adapter_config = source.config(ADAPTER_CONFIG) if is_adapter else None
-    folder = HeadFolder(source.folder.root, source.config(), adapter_config, sources, beside)
+    folder = HeadFolder(source.root, source.config(), adapter_config, sources, beside)
     return detect(folder)
 
 

@@ -40,7 +40,7 @@ def _proof(source: Source) -> Proof | str:
 
     assert source.adapter is not None
     try:
-        made = planned(source.known_base.folder.root, source.adapter, perform=perform_apart)
+        made = planned(source.known_base.root, source.adapter, perform=perform_apart)
         return prove_merge(made.plan, made.sources, source.tensors, tied=made.tied)
     except PlumblineError as error:
         return error.message
@@ -163,7 +163,7 @@ def _plan(source: Source) -> Planned | PlumblineError:
 
     run = perform if "transformers" in sys.modules else perform_apart
     try:
-        return planned(source.known_base.folder.root, source.folder.root, perform=run)
+        return planned(source.known_base.root, source.root, perform=run)
     except PlumblineError as error:
         return error
 

@@ -197,7 +197,7 @@ def _shapes(source: Source) -> Mapping[str, tuple[int, ...]] | str | None:
     if facts is None and source.values and served and plain and few:
         disk = {key: tuple(tensor.shape) for key, tensor in source.tensors.items()}
         try:
-            facts = perform_apart(model_facts, source.folder.root, "bfloat16", disk)
+            facts = perform_apart(model_facts, source.root, "bfloat16", disk)
         except ArtifactError as error:
             return error.message
     if facts is None:

@@ -269,7 +269,7 @@ def tokenizer_misread(source: Source) -> Iterator[Fault]:
         return
     reason, severity = "its steps are not the class's", WARNING
     if find_spec("tokenizers") is not None:
-        reason = misread_as(source.folder.root, built)
+        reason = misread_as(source.root, built)
         severity = WARNING if is_leading(reason) else ERROR  # prompts may have the same ids
     if reason:
         kind, name = config.get("model_type"), str(source.config(SETTINGS).get("tokenizer_class"))
@@ -360,7 +360,7 @@ def _changes(source: Source, base: Source) -> Iterator[str]:
         # Versions write the same steps in other ways: only other ids are a change.
         steps = {name: theirs.get(name) for name in ("normalizer", "pre_tokenizer")}
         options = {k: v for k, v in _model(theirs).items() if k not in ("vocab", "merges")}
-        reason = misread_as(source.folder.root, {**steps, "model": options})
+        reason = misread_as(source.root, {**steps, "model": options})
         if reason and not is_leading(reason):
             yield f"other steps, by the base's {reason}"
     if _kinds(ours.get("decoder")) != _kinds(theirs.get("decoder")):

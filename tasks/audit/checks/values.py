@@ -49,14 +49,14 @@ def wrong_base(source: Source) -> Iterator[Fault]:
     if base is None:
         return
     if not base.is_model:
-        text, root = f"{base.what}; nothing was compared with it", base.folder.root
+        text, root = f"{base.what}; nothing was compared with it", base.root
         fix = "base=<folder of the full model that it was made from>"
         yield Fault(text, "a full model", file=str(root), fix=fix)
     elif has_settings(source):
         inputs = source.manifest.get("inputs")
         digest = inputs.get("base") if isinstance(inputs, Mapping) else None
         reason = source.is_adapter and base_mismatch(  # by the rules of a delivery
-            base.folder.root,
+            base.root,
             digest=digest if isinstance(digest, str) else "",
             name=name if isinstance(name, str) else "",
         )
@@ -64,7 +64,7 @@ def wrong_base(source: Source) -> Iterator[Fault]:
             yield Fault(reason, "the base that the adapter was trained on", file=ADAPTER_CONFIG)
         # A Plumbline artifact is identified by its digest, its folder has any name.
         elif isinstance(name, str) and name and not base.manifest and not _is_named(base, name):
-            text = f"{name}; base is {base.folder.root.name}"
+            text = f"{name}; base is {base.root.name}"
             yield Fault(text, "the same name", ADAPTER_CONFIG, (), WARNING)
     elif source.is_model and (wrong := other_sizes(source)):
         yield Fault(some(wrong), "sizes that training does not change", file=CONFIG)
@@ -72,7 +72,7 @@ def wrong_base(source: Source) -> Iterator[Fault]:
 
 def _is_named(base: Source, name: str) -> bool:
     """Return True if a base has a name, as its folder, in a hub cache or in its config.json."""
-    names = {*base.folder.root.resolve().parts[-_HUB:], str(base.config().get("_name_or_path", ""))}
+    names = {*base.root.resolve().parts[-_HUB:], str(base.config().get("_name_or_path", ""))}
     names |= {name.rpartition("--")[2] for name in names}  # hub caches: models--<owner>--<name>
     known = {name.rstrip("/").rpartition("/")[2].lower() for name in names if name}
     return name.rstrip("/").rpartition("/")[2].lower() in known

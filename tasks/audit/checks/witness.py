@@ -44,7 +44,7 @@ def witness(source: Source) -> Iterator[Fault]:
         return
     facts = source.folder.json(FILE)
     try:
-        record, problem = find_witness(source.folder.root), ""
+        record, problem = find_witness(source.root), ""
         if not isinstance(facts.get("probes"), list):
             problem = "no probes"
     except ArtifactError as error:
@@ -144,7 +144,7 @@ def _base(source: Source, facts: Mapping[str, Any]) -> Iterator[_Compared]:
     base = source.base
     if base is None:
         return
-    root, recorded = str(base.folder.root), part(facts, "base")
+    root, recorded = str(base.root), part(facts, "base")
     digest = recorded.get("headers_sha256")
     if isinstance(digest, str) and base.weights.is_whole and not base.weights.is_pickled:
         tensors = {name: [each.dtype, list(each.shape)] for name, each in base.tensors.items()}

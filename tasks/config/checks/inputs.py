@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tasks.audit.run import audit
 from tasks.config.checks import Context
 from tasks.config.checks.memory import training_settings
 from tasks.core.errors import DataError, EmptySplitError, Finding
@@ -124,6 +125,6 @@ def _missing(data: Mapping[str, Any]) -> Iterator[Finding]:
 
 @cache  # the steps of a chain begin with the same base
 def _base(folder: Path, _: str) -> list[Finding]:
-    report = base_errors(folder)
+    report = base_errors(audit(folder))
     texts = ((f"{error.code} {error.where}: {error.found}", error.why) for error in report.findings)
     return [Finding("model.path", *text, report.typed) for text in texts]

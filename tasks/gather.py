@@ -27,11 +27,11 @@ from tasks.drift.verdict import (
     verdict,
 )
 from tasks.evaluation.measuring import Measuring, against_engine, stage_report, values_read
-from tasks.evaluation.model_folder import Trained, write_json
+from tasks.evaluation.model_folder import Trained
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
-from tasks.weights.files.documents import read_json
+from tasks.weights.files.documents import read_json, write_json
 from tasks.weights.files.names import parse_peft
 from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint
 from tasks.weights.files.tensors import Sources, Tensors

@@ -20,7 +20,7 @@ from tasks.core.errors import ConfigError, DataError
 from tasks.core.files import copy_file
 from tasks.drift.fingerprint import DriftLimit, Fingerprint
 from tasks.evaluation.measuring import Measuring, values_read
-from tasks.evaluation.model_folder import CONFIG, dtype_of, write_json
+from tasks.evaluation.model_folder import CONFIG, dtype_of
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.pipeline.stage import CONTRACT, StageReport
 from tasks.process.launch import launch
@@ -28,7 +28,7 @@ from tasks.process.output import Log
 from tasks.serving.llama_cpp import find_programs
 from tasks.serving.prompts import chat
 from tasks.serving.reference.requests import layer_errors
-from tasks.weights.files.documents import MANIFEST, read_json
+from tasks.weights.files.documents import MANIFEST, read_json, write_json
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint
 from tasks.weights.files.tensors import size_of
 from tasks.weights.model import model_facts

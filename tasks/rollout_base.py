@@ -7,7 +7,6 @@ another policy than the trained one.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
-from tasks.weights.files.documents import read_json
+from tasks.weights.files.documents import read_json, write_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import CONFIG, copy_side_file, model_files
 from tasks.weights.lora import Changes
@@ -55,7 +54,7 @@ def rollout_base(
     plan = with_output(plan, weights, dtype=short, max_shard_bytes=_SHARD_BYTES, wide=facts.wide)
     perform(write, plan, {BASE: weights}, out)
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}
-    (out / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    write_json(out / CONFIG, config)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (base / name).is_file():
             copy_side_file(base / name, out / name)

@@ -12,7 +12,6 @@ those of transformers; a reward model is compared by its scores. Held-out data s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from tasks.evaluation.serve import measure, score_with_vllm
 from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
 from tasks.serving.reference.rewards import normalised
-from tasks.weights.files.documents import read_json
+from tasks.weights.files.documents import read_json, write_json
 from tasks.weights.heads import SCORE, normalisation_from
 from tasks.weights.quantized.packed import open_model
 from tasks.witness.plumbline_witness.prints import FINGERPRINT, SCORES
@@ -156,7 +155,7 @@ def _report(
         "notes": notes,
         **asdict(moved),
     }
-    (setup.out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    write_json(setup.out / "report.json", document)
     return StageReport("report", tuple(verdicts), metrics, notes, moved)
 
 

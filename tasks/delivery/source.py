@@ -31,9 +31,9 @@ from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.core.files import meant
 from tasks.core.terminal import command, typed
-from tasks.evaluation.model_folder import write_json
 from tasks.pipeline.stage import StageReport
 from tasks.process.output import Log
+from tasks.weights.files.documents import write_json
 from tasks.weights.heads import WRAPPER
 from tasks.weights.tokens.prove_ids import is_leading, misread
 

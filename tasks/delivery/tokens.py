@@ -16,8 +16,8 @@ from blake3 import blake3
 from tasks.audit.source import CONFIG
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
-from tasks.evaluation.model_folder import GENERATION_CONFIG, write_json
-from tasks.weights.files.documents import read_json
+from tasks.evaluation.model_folder import GENERATION_CONFIG
+from tasks.weights.files.documents import read_json, write_json
 from tasks.weights.files.dtypes import DTYPE_NAMES
 from tasks.weights.files.folder import PROCESSORS, copy_side_file, side_files
 from tasks.weights.plan import Plan

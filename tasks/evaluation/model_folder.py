@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from tasks.core import machine
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import open_artifact
-from tasks.weights.files.documents import read_json
+from tasks.weights.files.documents import read_json, write_json
 from tasks.weights.files.folder import PROCESSORS, TOKENIZER, copy_side_file, side_files
 from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import Normalisation
@@ -37,11 +36,6 @@ def context_of(folder: Path) -> int:
     config = read_json(folder / CONFIG)
     text = config.get("text_config") or config
     return int(text.get("max_position_embeddings") or 1 << 30)
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write JSON as Hugging Face does: indented, sorted keys, newline at the end."""
-    path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from tasks.training.engine.deepspeed_engine import (
 )
 from tasks.training.job import TrainJob
 from tasks.training.tokens.data import holds_texts
-from tasks.weights.files.documents import read_json
+from tasks.weights.files.documents import read_json, write_json
 from tasks.weights.files.dtypes import short_name
 from tasks.weights.files.folder import CONFIG, PROCESSORS, copy_side_file, side_files
 from tasks.weights.model_class import loadable_attention
@@ -149,8 +148,3 @@ def write_results(
     }
     write_json(out / "train.json", document)
     measured.save(out / mark)
-
-
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a document as JSON with sorted keys."""
-    path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""Read the JSON files of a checkpoint, with a limit on their size, and the manifest of ours."""
+"""Read and write the JSON files of a checkpoint, and the manifest of ours."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ArtifactError(f"{path}: not a JSON object")
     return raw
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write JSON as Hugging Face does: indented, sorted keys, newline at the end."""
+    path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def read_text(path: Path, limit: int) -> str:

@@ -8,14 +8,13 @@ Language Models").
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.weights.files.documents import read_json
+from tasks.weights.files.documents import read_json, write_json
 from tasks.weights.files.reader import weight_files
 from tasks.weights.tokens.tokenizer import resized_config
 
@@ -68,7 +67,7 @@ def grow(folder: Path, tokens: Sequence[str], *, multiple: int = 1) -> Grown:
     after = max(before, -(-(max(ids) + 1) // multiple) * multiple)
     if after > before:
         _grow_tables(folder, before, after)
-        _write_json(folder / "config.json", resized_config(config, after))
+        _replace_json(folder / "config.json", resized_config(config, after))
     return Grown(ids, before, after)
 
 
@@ -99,7 +98,7 @@ def _grow_tables(folder: Path, before: int, after: int) -> None:
         document = read_json(folder / _INDEX)
         metadata = document.setdefault("metadata", {})
         metadata["total_size"] = metadata.get("total_size", 0) + added
-        _write_json(folder / _INDEX, document)
+        _replace_json(folder / _INDEX, document)
 
 
 def _with_means(name: str, table: torch.Tensor, rows: int) -> torch.Tensor:
@@ -115,7 +114,7 @@ def _with_means(name: str, table: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.cat([table, mean.expand(rows - len(table), *table.shape[1:])])
 
 
-def _write_json(path: Path, document: Any) -> None:
+def _replace_json(path: Path, document: Any) -> None:
     work = path.with_name(f".{path.name}.tmp")
-    work.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    write_json(work, document)
     work.replace(path)

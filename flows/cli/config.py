@@ -70,7 +70,7 @@ def _toy(value: Any, *others: Any, _root_: DictConfig, _node_: Node) -> Any:
 
 def _setting(config: DictConfig, key: str) -> Any:
     """Return a setting, or a fact about its base model; the `get` of `tasks/config/defaults.py`."""
-    if key in ("model.parameters", "model.context"):
+    if key in ("model.parameters", "model.context", "model.only_bf16"):
         from tasks.config.checks.model import look_at  # not loaded for a delivery
 
         model = {name: _setting(config, f"model.{name}") for name in ("kind", "path", "revision")}

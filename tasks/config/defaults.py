@@ -7,7 +7,8 @@ that is set anywhere wins. Each default has a reason, which the plan and the sum
     default("train.lr", get)  ->  Default(0.0002, "QLoRA sft up to 20B parameters: ...")
 
 `get("peft.kind")` returns a setting as plain text or number. Two of its keys are facts about the
-base model, not settings: `model.parameters` and `model.context`, None if they are not known.
+base model, not settings: `model.parameters` and `model.context`, None if they are not known, and
+`model.only_bf16`.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ def _dtype(get: Get) -> Default:
     device = get("train.device")
     if not slow_bf16(device):
         return Default("bfloat16", "a GPU" if has_gpu(device) else "a CPU with native bf16")
+    if get("model.only_bf16"):
+        return Default("bfloat16", "gated delta nets, which vLLM refuses in float32 on a CPU")
     size = 2 * (get("model.parameters") or 0)
     copies = get("train.nproc") + 1  # each rank's, and that of the engine that serves it
     dtype, emulated = computing_dtype("bfloat16", size, copies=copies, device=device), ""

@@ -27,6 +27,8 @@ def dtype_of(folder: Path) -> str:
 
 def computing_dtype_of(folder: Path) -> str:
     """Return the torch name of the dtype in which this machine computes a model."""
+    if machine.only_bf16(read_json(folder / CONFIG)):
+        return dtype_of(folder)
     size = sum(file.stat().st_size for file in weight_files(folder, "*.safetensors"))
     return machine.computing_dtype(dtype_of(folder), size)
 

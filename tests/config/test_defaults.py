@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from flows.chain.plan import check
 from flows.chain.steps import chain_steps, compose
 from flows.cli.composed import Composed
 from flows.cli.config import compose_config
 from tasks.config.defaults import ONLINE, RATES, default
+from tasks.evaluation.model_folder import computing_dtype_of
 from tasks.rl.algorithms import ALGORITHMS
 from tests.machines import with_gpus
 
@@ -191,3 +194,23 @@ def test_the_dtype_is_what_the_machine_computes(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr("tasks.core.machine._cpu_flags", lambda flag=flag: frozenset({flag}))
         facts = {"train.device": "auto", "train.nproc": 2, "model.parameters": parameters}
         assert default("model.dtype", known(**facts)).value == wanted, (isa, flag, gpus)
+
+
+def test_models_that_vllm_computes_in_bf16_alone_keep_it_on_any_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, 0)
+    monkeypatch.setattr("tasks.core.machine._cpu_flags", lambda: frozenset({"avx2"}))
+    for name, text, wanted in (
+        ("delta", {"linear_num_value_heads": 4}, "bfloat16"),
+        ("plain", {}, "float32"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = {"model_type": "qwen3_5", "text_config": text}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "tokenizer.json").write_text("{}")
+        save_file({"a.weight": np.zeros((2, 3))}, folder / "model.safetensors")
+        composed = compose_config(["+exp=sft_qlora", f"model.path={folder}"])
+        assert composed.settings["model"]["dtype"] == wanted
+        assert computing_dtype_of(folder) == wanted

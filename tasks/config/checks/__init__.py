@@ -23,7 +23,7 @@ from typing import Any
 
 from tasks.config.defaults import ONLINE
 from tasks.core.errors import Finding
-from tasks.core.machine import has_gpu
+from tasks.core.machine import has_gpu, only_bf16
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Known:
     def context(self) -> int | None:
         """Longest sequence in tokens; None if unknown."""
         return self.text.get("max_position_embeddings")
+
+    @property
+    def only_bf16(self) -> bool:
+        """True if vLLM computes the model in bfloat16 alone on a CPU."""
+        return only_bf16(self.config)
 
 
 @dataclass(frozen=True)

@@ -340,10 +340,13 @@ _STATES = {
     "a DeepSpeed checkpoint": r"([^/]+/)?(zero/[^/]+/fp32|mp_rank_\d+_model_states"
     r"|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states)\.pt",
     "verl's FSDP shards": r"(.*/)?(actor/|critic/)?model_world_size_\d+_rank_\d+\.pt",
+    # Today's Megatron writes *.distcp with names and layouts of its own, and common.pt.
+    "a Megatron checkpoint": r"(.*/)?(mp_rank_\d+(_\d+)?/model_optim_rng|common)\.pt",
     "a torch distributed (FSDP) checkpoint": r"(.*/)?__\d+_\d+\.distcp",
-    "a Megatron checkpoint": r"(.*/)?mp_rank_\d+(_\d+)?/model_optim_rng\.pt",
     "a GGUF model": r"[^/]+\.gguf",
-    "a raw torch state dict": r"(.*/)?(consolidated|model|pytorch_model)[^/]*\.(pt|pth)",
+    "an MLX adapter": r"(\d+_)?adapters\.(safetensors|npz)",
+    "a raw torch state dict": r"(.*/)?(consolidated|model|pytorch_model)[^/]*\.(pt|pth)"
+    r"|(hf_model|lit_model|adapter)_[^/]*\.(pt|pth)|lit_model\.pth(\.lora)?|pytorch_model_fsdp\.bin",
 }
 
 

@@ -75,17 +75,20 @@ def read_distributed(folder: Path) -> DistributedCheckpoint:
 
 
 def _find_root(folder: Path) -> Path:
-    """Return the folder of the model's table: `folder`, or one within it that is no optimizer's."""
+    """Return the folder of the model's table: `folder`, or one below it that is no optimizer's."""
     if (folder / METADATA).is_file():
         return folder
-    inside = sorted(path.parent for path in folder.glob(f"*/{METADATA}"))
+    inside = sorted(
+        (path.parent for path in folder.rglob(METADATA)), key=lambda path: (len(str(path)), path)
+    )
     models = [path for path in inside if not path.name.startswith("optim")]
     if len(models) == 1:
         return models[0]
     if not models:
         raise ArtifactError(f"{folder}: there is no {METADATA}", hint=_AGAIN)
-    names = ", ".join(path.name for path in models)
-    raise ArtifactError(f"{folder}: several checkpoints: {names}", hint=f"source={models[-1]}")
+    names = ", ".join(str(path.relative_to(folder)) for path in models)
+    text = f"{folder}: several checkpoints, name one: {names}"
+    raise ArtifactError(text, hint=f"source={models[-1]}")
 
 
 class _Entry(NamedTuple):

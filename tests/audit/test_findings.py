@@ -84,6 +84,25 @@ def test_a_gguf_folder_is_no_error(tmp_path: Path) -> None:
     assert (report.kind, report.ok, list(codes(tmp_path))) == ("foreign", True, ["FOREIGN_FORMAT"])
 
 
+@pytest.mark.parametrize(
+    ("names", "what", "fix"),
+    [
+        ((".metadata", "__0_0.distcp", "common.pt"), "Megatron", "AutoBridge.export_ckpt"),
+        (("adapter_config.json", "adapters.safetensors"), "MLX", "mlx_lm.fuse"),
+        (("adapter_config.json", "adapter_0.pt"), "torch state dict", "save_pretrained"),
+        (("config.json", "pytorch_model_fsdp.bin"), "torch state dict", "save_pretrained"),
+    ],
+)
+def test_a_format_of_another_tool_has_its_conversion(
+    names: tuple[str, ...], what: str, fix: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    (finding,) = audit(tmp_path).findings
+    assert finding.code == "FOREIGN_FORMAT"
+    assert (what in finding.found, fix in finding.fix) == (True, True)
+
+
 def test_data_against_the_manifest(tmp_path: Path) -> None:
     from tasks.pipeline.artifact import Origin, publish
 

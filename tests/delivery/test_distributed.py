@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,12 @@ def full(base: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 def test_a_full_model_is_delivered(
     full: tuple[Path, dict[str, Any]], base: Path, here: Here, tmp_path: Path
 ) -> None:
+    """The folder of a training step may hold it further down, beside the optimizer's."""
     source, live = full
-    here(f"source={source}", f"base={base}", WIDE)
+    step = tmp_path / "step_10"
+    shutil.copytree(source, step / "policy" / "optimizer")
+    source.rename(step / "policy" / "weights")
+    here(f"source={step}", f"base={base}", WIDE)
     served = load_file(tmp_path / "out" / "model.safetensors")
     assert differing(served, live) == []
 

@@ -65,7 +65,9 @@ _CONVERSIONS = {
     # part of the description: conversion
     "verl's FSDP": "python -m verl.model_merger merge --backend fsdp --local_dir {root} "
     "--target_dir <a new folder>",
-    "Megatron": "Megatron-Bridge's AutoBridge.export_ckpt",
+    "Megatron": "Megatron-Bridge's AutoBridge.export_ckpt; verl's: python -m verl.model_merger "
+    "merge --backend megatron",
+    "MLX": "mlx_lm.fuse --model <base> --adapter-path {root} --save-path <a new folder>",
     GGUF: "serve it with llama.cpp or Ollama, and compare the server with the folder that it was "
     f"converted from: {command('verify')} url=<its address> source=<that folder>",
     "raw torch state dict": "load it into its class, and save that with save_pretrained",

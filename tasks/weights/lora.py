@@ -139,10 +139,10 @@ class Pairing:
     def shape(self, name: str) -> Shape | None:
         """Return the shape of a live tensor; of a grown embedding, with the adapter's rows."""
         shape = self.model.parameters.get(name)
-        module = name.removesuffix(".weight")
+        module, _, part = name.rpartition(".")
         if shape and module in (self.model.input_embedding, self.model.output_embedding):
-            for key in _stored_keys(module):
-                if key in self.file and len(self.file[key].shape) == 2:
+            for key in _stored_keys(module, part):
+                if key in self.file and len(self.file[key].shape) == len(shape):
                     return (self.file[key].shape[0], *shape[1:])
         return shape
 
@@ -293,6 +293,10 @@ class Pairing:
             elif not seen & model.partners(name):  # the copy under another tied name is the same
                 self._take_full(name, keys[0], alone=False)
             seen |= model.partners(name)
+        for module in modules:  # a head's bias is stored with its weight
+            keys = [key for key in _stored_keys(module, "bias") if key in self.file]
+            if f"{module}.bias" in model.parameters and keys and keys[0] not in self.wanted:
+                self._take_full(f"{module}.bias", keys[0], alone=False)
 
     def problems(self) -> list[str]:
         """Return the tensors that are missing, of another shape, or unexpected."""
@@ -374,10 +378,10 @@ def pair_by_names(
     return pairing, pairing.pieces
 
 
-def _stored_keys(module: str) -> tuple[str, ...]:
-    """Return the keys under which peft may store a full embedding."""
+def _stored_keys(module: str, part: str = "weight") -> tuple[str, ...]:
+    """Return the keys under which peft may store a full embedding, or its bias."""
     infixes = ("", "base_layer.", "token_adapter.base_layer.")
-    return tuple(f"{PEFT_PREFIX}{module}.{infix}weight" for infix in infixes)
+    return tuple(f"{PEFT_PREFIX}{module}.{infix}{part}" for infix in infixes)
 
 
 def renamed_keys(model: Model) -> dict[str, str]:

@@ -47,6 +47,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama", {"target_modules": ALL, "use_dora": True}),
     "both embeddings": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
     "conv1d and biases": ("gpt2", {"target_modules": ALL, "bias": "all"}),
+    "a head with a bias": ("phi", {"target_modules": ["embed_tokens", "lm_head"]}),
     "fan_in_fan_out of linear": ("llama", {"target_modules": QV, "fan_in_fan_out": True}),
     "biases of targets": ("biased", {"target_modules": ALL, "bias": "lora_only"}),
     "experts": ("mixtral", {"target_modules": QV, "target_parameters": EXPERTS}),
@@ -96,6 +97,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
     def base(name: str) -> Path:
         if name == "llama4":
             config = tiny("Llama4Text", **LLAMA4)
+        elif name == "phi":
+            config = tiny("Phi", pad_token_id=0)
         elif name == "biased":
             config = FAMILIES["llama"].config(attention_bias=True)
         else:

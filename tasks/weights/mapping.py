@@ -50,7 +50,8 @@ class Mapped:
     """A checkpoint mapped to a model."""
 
     slots: tuple[Slot, ...]  # position in memory of every tensor on disk, in the checkpoint's order
-    unread: Shapes  # shapes of the keys that the model ignores on purpose
+    # shapes of the keys that the model ignores on purpose, or whose elements loading mixes
+    unread: Shapes
     missing: Shapes  # shapes of the keys that the checkpoint lacks
     findings: tuple[str, ...]  # missing keys, unexpected keys, shapes that differ; one line each
 
@@ -73,20 +74,28 @@ def trace(model: Any, disk: Shapes) -> Mapped:
     transforms, strangers = _transforms(model, disk)
     findings: list[str] = []
     slots: list[Slot] = []
+    mixed: set[str] = set()  # live names
+    unread: dict[str, Shape] = {}
     for name, transform in transforms.items():
+        parts = transform.collected_tensors.values()
+        keys = [tensor.boxes[0].key for each in parts for tensor in each]
         try:
             converted = transform.convert(name, model=model, config=model.config)
             for target, value in converted.items():
                 traced = value[0] if isinstance(value, list) else value
                 slots += list(_slots(target, traced, live, disk))
-        except (UntraceableError, ValueError, RuntimeError, AssertionError) as error:
+        except UntraceableError:
+            first, *others = transform.target_patterns
+            mixed |= {name, *(name.replace(first, other) for other in others)}
+            unread |= {key: disk[key] for key in keys}
+        except (ValueError, RuntimeError, AssertionError) as error:
             findings.append(f"{name}: {error}")
     # A tied tensor may be stored under its other name alone.
     filled, tied = {slot.live for slot in slots}, model.all_tied_weights_keys
-    known = {*filled, *tied, *(holder for alias, holder in tied.items() if alias in filled)}
+    known = {*filled, *mixed, *tied, *(holder for alias, holder in tied.items() if alias in filled)}
     absent = {name: shape for name, shape in live.items() if name not in known}
     missing, ignored = default_layout(model, absent), _ignored(model)
-    unread = {key: disk[key] for key in strangers if ignored and ignored.search(key)}
+    unread |= {key: disk[key] for key in strangers if ignored and ignored.search(key)}
     findings += [f"{k}: missing, {list(shape)}" for k, shape in missing.items() if k not in disk]
     findings += [f"{k}: the model has no place for it" for k in strangers if k not in unread]
     order = {key: at for at, key in enumerate(disk)}

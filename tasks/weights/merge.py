@@ -195,7 +195,8 @@ class _Merging:
             self.findings.append(f"input and output embedding need equal rows, but have {sizes}")
         if not model.findings:  # these findings would only repeat them
             self.findings += [
-                f"{name}: changed by the adapter, but no tensor of the base contains it"
+                f"{name}: changed by the adapter, but no tensor of the base contains it unmixed: "
+                "merge it with peft's merge_and_unload"
                 for name in sorted(self.changed - self.used)
             ]
 

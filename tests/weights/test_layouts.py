@@ -28,7 +28,7 @@ from tasks.weights.model import Model, model_facts
 from tasks.weights.plan import as_is, with_output
 from tasks.weights.shards import read_partitions
 from tasks.weights.write import write
-from tests.tiny import FAMILIES, Family
+from tests.tiny import _DEEPSEEK, FAMILIES, Family, random_model
 from tests.tiny import FAMILY_SIZES as SIZES
 from tests.weights.making import (
     Spread,
@@ -116,6 +116,34 @@ def test_tensors_that_the_model_ignores_are_copied(tmp_path: Path) -> None:
     merged = state_of(tmp_path / "out")
     assert set(merged) == {*state, *extra}
     assert all(torch.equal(merged[key], tensor) for key, tensor in extra.items())
+
+
+def test_tensors_whose_elements_loading_mixes_are_copied(tmp_path: Path) -> None:
+    """Kimi K2.5 permutes the queries and keys of its vision tower."""
+    from peft import LoraConfig
+    from transformers import Kimi_K25Config
+
+    text = {**SIZES, **_DEEPSEEK, "model_type": "deepseek_v3"}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4,
+    }  # fmt: skip
+    config = Kimi_K25Config(
+        text_config=text, vision_config=vision, projection_hidden_size=64,
+        tie_word_embeddings=False, image_token_id=93, video_token_id=94,
+        vision_start_token_id=91, vision_end_token_id=92,
+    )  # fmt: skip
+    base = tmp_path / "base"
+    random_model(config).save_pretrained(base)
+    language, vision_too = r".*language_model.*(o_proj|up_proj)", r".*(o_proj|attn\.k_proj)"
+    good = save(train(load(base), LoraConfig(r=3, target_modules=language)), tmp_path / "good")
+    plan, _ = merge(base, good, tmp_path / "out")
+    wanted = merged_by_peft(base, good).state_dict()
+    actual = {key: tensor.bfloat16() for key, tensor in load(tmp_path / "out").state_dict().items()}
+    assert not [key for key, tensor in wanted.items() if not rounded_alike(actual[key], tensor)]
+    assert any(op.terms for op in plan.ops)
+    bad = save(train(load(base), LoraConfig(r=3, target_modules=vision_too)), tmp_path / "bad")
+    assert "attn.k_proj.weight: changed" in _findings(base, bad, tmp_path / "bad-out")[0]
 
 
 def _planned(base: Path, adapter: Path, change: Change) -> None:

@@ -358,8 +358,11 @@ def _signs(folder: HeadFolder) -> Iterator[str]:
         yield f"adapter_config.json says that it was trained on a {wrapped}"
     for field in ("modules_to_save", "target_modules"):
         modules = adapter.get(field)
-        if isinstance(modules, list):
-            yield from (f"{field} names {module}" for module in HEAD_MODULES if module in modules)
+        for module in HEAD_MODULES if isinstance(modules, list) else ():
+            # LongCat's routers have a layer of that name.
+            inside = any(f".{module}." in key.removeprefix(PEFT_PREFIX) for key in folder.main)
+            if module in modules and not inside:
+                yield f"{field} names {module}"
 
 
 # Normalisation.

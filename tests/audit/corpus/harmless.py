@@ -86,6 +86,11 @@ HARMLESS: dict[str, Broken] = {
         "", "lora",
         by.both(lambda root, _: by.save_head(root),
                 by.edited("adapter_config.json", modules_to_save=["v_head"])), base=""),
+    "a layer with the name of a head": Broken(
+        "HEAD_MISSING", "lora",
+        by.both(by.renamed(lambda key: key.replace("q_proj", "classifier"), ADAPTER),
+                by.edited("adapter_config.json", target_modules=["classifier", "v_proj"])),
+        base=""),
     "a row of padding": Broken("CONSTANT_ROWS", "qwen2", by.tensors(_padding), values=True),
     "pairs on some kinds of layers": Broken(
         "ADAPTER_COVERAGE", "lora",

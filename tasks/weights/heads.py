@@ -358,10 +358,11 @@ def _signs(folder: HeadFolder) -> Iterator[str]:
         yield f"adapter_config.json says that it was trained on a {wrapped}"
     for field in ("modules_to_save", "target_modules"):
         modules = adapter.get(field)
-        for module in HEAD_MODULES if isinstance(modules, list) else ():
+        listed = modules if isinstance(modules, list) else []
+        named = [module for module in HEAD_MODULES if module in listed]
+        for module in named:
             # LongCat's routers have a layer of that name.
-            inside = any(f".{module}." in key.removeprefix(PEFT_PREFIX) for key in folder.main)
-            if module in modules and not inside:
+            if not any(f".{module}." in key.removeprefix(PEFT_PREFIX) for key in folder.main):
                 yield f"{field} names {module}"
 
 

@@ -220,7 +220,7 @@ def _prepare(composed: Composed) -> Delivery:
 
 
 def _require_measurable(work: Work, engine: str) -> None:
-    preflight(list(smoke_engine(engine, is_reward=work.is_reward)))
+    preflight(list(smoke_engine(engine, work.config, is_reward=work.is_reward)))
     if not (work.is_causal or work.is_reward):
         names = ", ".join(work.config.get("architectures") or ["no class"])
         raise ConfigError(

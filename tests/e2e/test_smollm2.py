@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.verify import mixed
 from tests.commands import command
 from tests.e2e.conftest import Run, curve
 from tests.e2e.test_chain import STAGES, check_chain
@@ -54,7 +53,11 @@ def test_its_adapter_is_delivered_with_the_same_bytes(trained: Run, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_its_server_is_verified(trained: Run, tmp_path: Path) -> None:
+def test_its_server_is_verified(
+    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The README's command, with a compiled graph."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     port, served = free_port(), Path(trained.summary["served"])
     words = command("serve", str(served), "--host", "127.0.0.1", "--port", str(port))
     with started(words, port, tmp_path / "server.log") as server:
@@ -69,8 +72,8 @@ def test_a_server_of_the_base_with_another_template_is_not(trained: Run, tmp_pat
     with serve(base, {}, log=tmp_path / "server.log", options=options) as server:
         status, text = verify(tmp_path, server.url, Path(trained.summary["served"]))
     assert status == 1, text
-    assert "distribution    FAULT" in text
-    assert "[template]" in text
+    for cause in ("[base-served]", "[template]"):
+        assert cause in text
 
 
 @pytest.mark.slow
@@ -108,13 +111,13 @@ def test_the_record_of_another_trainer_is_what_its_files_compute(
 
 
 @pytest.mark.slow
-def test_a_server_of_an_adapter_of_zeros_is_named(
+def test_a_base_under_the_name_of_an_adapter_is_named(
     trained: Run, witnessed: Trained, tmp_path: Path
 ) -> None:
-    adapter = witnessed.out / "checkpoint-2"
-    served = {"trained": adapter, "zeros": mixed(adapter, tmp_path / "zeros", 0.0)}
-    base, options = trained.artifact("prepare_base"), ("--dtype", "float32")
-    with serve(base, served, log=tmp_path / "server.log", options=options) as server:
-        verdicts = {name: verify(tmp_path, server.url, adapter, name) for name in served}
-    for name, (status, text) in verdicts.items():
-        assert (status == 1, "[base-served]" in text) == (name == "zeros",) * 2, text
+    """Not with adapters: vLLM 0.32 on a CPU ends when a Llama's are asked for log-probabilities."""
+    base = trained.artifact("prepare_base")
+    options = ("--dtype", "float32", "--served-model-name", "base", "zeros")
+    with serve(base, {}, log=tmp_path / "server.log", options=options) as server:
+        status, text = verify(tmp_path, server.url, witnessed.out / "checkpoint-2", "zeros")
+    assert status == 1, text
+    assert "[base-served]" in text

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tasks.audit.checks.templates import EOS, read_template
-from tasks.audit.run import audit
 from tasks.core.errors import ConfigError
-from tasks.delivery.source import require_own_ids
+from tasks.delivery.source import examine, open_folder, require_own_ids
 from tasks.weights.tokens.prove_ids import misread
 from tests.audit.making import codes, edit_json, make_model, tensors
 from tests.tiny import TEMPLATE, save_tokenizer
@@ -58,8 +57,8 @@ def llama(tmp_path: Path) -> Path:
 def test_the_fix_of_a_class_that_rebuilds_the_steps(llama: Path) -> None:
     edit_json(llama / "tokenizer_config.json", tokenizer_class="LlamaTokenizerFast")
     assert codes(llama)["TOKENIZER_MISREAD"] == "error"
-    alone = audit(llama, alone=True).findings
-    assert "TOKENIZER_MISREAD" not in {finding.code for finding in alone}
+    source = open_folder(llama)
+    assert "TOKENIZER_MISREAD" not in {finding.code for finding in examine(source).findings}
     with pytest.raises(ConfigError, match=str(llama)):  # what a delivery asks instead
         require_own_ids(llama)
     edit_json(llama / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")

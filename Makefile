@@ -43,10 +43,10 @@ test-all: setup-dev setup-smollm2  ## the default suite, and what is marked slow
 	  time $(PY) -m pytest $(WORKERS) -m '' $(ARGS)
 
 test-gpu: setup-dev  ## everything that needs a GPU, on one, in 25 minutes (ARGS='-k fork': a part)
-	$(PY) -m pytest tests/gpu -m gpu -p no:randomly -rP --durations=0 $(ARGS)
+	$(PY) -m pytest tests/gpu -m gpu -rP --durations=0 $(ARGS)
 
 test-gpus: setup-dev  ## what needs two GPUs or more
-	$(PY) -m pytest tests/gpu -m gpus -p no:randomly -rP --durations=0 $(ARGS)
+	$(PY) -m pytest tests/gpu -m gpus -rP --durations=0 $(ARGS)
 
 check: setup-dev  ## lint, format, types, import rules, documentation
 	$(VENV)/bin/ruff check .

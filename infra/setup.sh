@@ -141,7 +141,7 @@ requirements/torch.lock, trying $TORCH_CPU_INDEX"
 
 # pip compiles one file after the other; this takes all cores. Some packages have files that are no
 # Python of this version: templates, tests.
-compile_all() { "$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" || true; }
+compile_all() { "$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" flows tasks || true; }
 
 # Setuptools warns about every editable installation.
 install_project() { PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable .; }

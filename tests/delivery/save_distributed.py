@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 SEEN = torch.arange(8)[None]
 
@@ -47,6 +46,7 @@ def main(base: Path, out: Path, *words: str) -> None:
     """Train on every rank, save, and gather."""
     from safetensors.torch import save_file
     from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -28,10 +28,9 @@ from tests.audit.making import edit_json
 from tests.delivery.conftest import Done
 from tests.delivery.making import differing, merged_by_peft, with_rows
 from tests.tiny import save_model, save_tokenizer
-from tests.weights.making import save, small_config, state_of, train
+from tests.weights.making import ROWS, save, small_config, state_of, train
 
 Run = Callable[..., Done]
-ROWS = small_config("qwen").vocab_size
 MORE = 7
 TOKENS = [ROWS, ROWS + 1]
 BOTH = {"embed_tokens": TOKENS, "lm_head": TOKENS}

@@ -24,7 +24,7 @@ from tests.delivery.conftest import Done
 from tests.delivery.making import merged_by_peft
 from tests.delivery.peers import SAVER, make_place, run_peer, train_llamafactory, train_swift
 from tests.delivery.test_heads import without_head
-from tests.weights.making import quiet, rounded_alike, small_config, state_of
+from tests.weights.making import ROWS, quiet, rounded_alike, state_of
 from tests.witness.conftest import SCRIPT, assert_delivered, assert_served, make_base
 
 pytestmark = [
@@ -35,7 +35,6 @@ pytestmark = [
 
 Run = Callable[..., Done]
 Tensors = dict[str, torch.Tensor]
-ROWS = small_config("qwen").vocab_size
 NEW_TOKENS = ",".join(f"<new-{index}>" for index in range(45))
 """More than the unused rows of the embedding, so that LLaMA-Factory resizes it."""
 

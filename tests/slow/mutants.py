@@ -93,7 +93,7 @@ def outcome(room: str, root: Path, limit_s: float) -> str:
     """Run the tests of a package: "noticed" if one fails, "hung" at the limit, else "MISSED"."""
     paths = [path for path in ROOMS[room] if (root / path).exists()]
     words = [
-        sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:randomly", "-p", "no:cacheprovider",
+        sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
         "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *paths,
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(root)}  # child processes, too

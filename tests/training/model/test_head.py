@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from tasks.training.model import packed_model as module
@@ -59,6 +58,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
 
 def wrapped(kind: str) -> nn.Module:
     """Return a head in peft's wrapper: with an adapter, a trained copy, or trained rows."""
+    from peft import LoraConfig, inject_adapter_in_model
     from peft.utils import ModulesToSaveWrapper
     from peft.utils.other import TrainableTokensWrapper
 

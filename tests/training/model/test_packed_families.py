@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.drift.fingerprint import ScorePrint
@@ -225,7 +224,7 @@ def test_the_attention_that_trained_is_recorded(tmp_path: Path, family: str, use
 
 def test_families_without_sdpa_are_those_of_transformers() -> None:
     """Loaded with sdpa, the default, they fail after data and base were prepared."""
-    from transformers import AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     families = {*NO_SDPA, *PADDED, "llama", "gemma3_text", "qwen3_moe"}
     classes = {name: AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[name]] for name in families}
@@ -311,6 +310,8 @@ def test_no_adapter_is_beside_the_language(family: str, targets: Any) -> None:
 @pytest.mark.timeout(600)
 def test_the_head_of_no_family_is_a_tower() -> None:
     """A frozen head would not be trained, and no loss tells."""
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
     wrong, count = [], 0
     for config in (CONFIG_MAPPING[kind] for kind in sorted(CONFIG_MAPPING)):
         auto = AutoModelForImageTextToText._model_mapping.get(config, ())

@@ -9,9 +9,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,6 +40,14 @@ PROGRAMS = {
 LIMIT_S = 600.0
 
 
+def served_files(summary: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the served files by name, without those that name a run."""
+    served = files(Path(summary["served"]))
+    del served["manifest.json"]  # it has the digests of inputs, which have times
+    del served["README.md"]  # it names the command, and the engine of the smoke test
+    return served
+
+
 class Chain:
     """The chain in a folder of its own."""
 
@@ -50,10 +59,7 @@ class Chain:
         """Run the command to its end. Returns the served files."""
         done = self._rlhf(self.runs, *self._settings, *more)
         assert done.code == code, done.output
-        served = files(Path(done.summary["served"]))
-        del served["manifest.json"]  # it has the digests of inputs, which have times
-        del served["README.md"]  # it names the command, and the engine of the smoke test
-        return served
+        return served_files(done.summary)
 
     @contextmanager
     def started(self, *more: str) -> Iterator[psutil.Process]:
@@ -193,9 +199,7 @@ def test_a_server_is_killed_within_every_stage(
             summary = summary_of(chain.runs)
             assert summary["status"] == "completed", summary
             assert bool(summary["tracking"]) == (target == "mlflow"), stage
-            served = files(Path(summary["served"]))
-            del served["manifest.json"]
-            assert served == undisturbed
+            assert served_files(summary) == undisturbed
         if target == "mlflow":
             mlflow.start()
         assert chain.finish(*uri) == undisturbed

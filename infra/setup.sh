@@ -175,7 +175,7 @@ mapfile -t made < <(find "$STAMPS" -type f ! -name bytecode | sort)
 step bytecode "${made[@]}" -- compile_all
 if [[ -n $worked ]]; then
     echo "setup: done in $SECONDS s. What to type next:
-  make demo                                 SFT, reward model and PPO of a toy, 3 to 6 minutes
+  make demo                                 SFT, reward model and PPO of a toy, 2 to 7 minutes
   $VENV/bin/plumbline audit DIR             what is wrong with a checkpoint
   $VENV/bin/plumbline deliver DIR base=DIR out=DIR
   $VENV/bin/plumbline help                  every command"

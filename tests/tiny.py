@@ -193,7 +193,7 @@ def _qwen2_5_vl(**changes: Any) -> Any:
 
 _MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
-_DEEPSEEK = {
+DEEPSEEK = {
     "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
     "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 12,
     "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -218,6 +218,6 @@ FAMILIES: dict[str, Family] = {
         _config("Qwen2MoeConfig", **_MOE, shared_expert_intermediate_size=24), FUSED
     ),
     "qwen3_moe": Family(_config("Qwen3MoeConfig", **_MOE, head_dim=8), FUSED),
-    "deepseek_v3": Family(_config("DeepseekV3Config", **_DEEPSEEK), FUSED),
+    "deepseek_v3": Family(_config("DeepseekV3Config", **DEEPSEEK), FUSED),
     "qwen2_5_vl": Family(_qwen2_5_vl),
 }

@@ -175,8 +175,7 @@ def to_served(
     of quantize.
     """
     work, settings = delivery.work, delivery.settings
-    kind = "model" if delivery.source.is_model else delivery.source.kind.value
-    source = _foreign(kind, delivery.source.root)
+    source = _foreign(delivery.source.kind, delivery.source.root)
     base = None if delivery.base is None else _foreign("base", delivery.base)
     bases = {} if base is None else {"base": base}
     mechanism.run(

@@ -125,12 +125,6 @@ class Folder:
         return False
 
 
-def by_number(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders `checkpoint-500` before `checkpoint-1000`."""
-    parts = re.split(r"(\d{1,12})", name)
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-
-
 def open_weights(folder: Folder, single: str) -> Weights:
     """Open the files of a checkpoint: those of its index, else `single`, else its shards."""
     weights = Weights(single, index=_index(folder, index_of(single)))

@@ -12,6 +12,7 @@ import difflib
 import errno
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -39,6 +40,12 @@ def source_digest() -> str:
             name = path.relative_to(TASKS).as_posix()
             digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders `checkpoint-500` before `checkpoint-1000`."""
+    parts = re.split(r"(\d{1,12})", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def meant(path: Path) -> str:

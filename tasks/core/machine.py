@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -208,11 +208,6 @@ def computing_dtype(stored: str, size: int, *, copies: int = 1, device: str = "a
     if stored != "bfloat16" or not slow_bf16(device):
         return stored
     return "float32" if 2 * size * copies <= total_memory() / 2 else stored
-
-
-def only_bf16(config: Mapping[str, Any]) -> bool:
-    """Return True for gated delta nets, which vLLM 0.32 refuses in float32 on a CPU."""
-    return "linear_num_value_heads" in (config.get("text_config") or config)
 
 
 def total_memory() -> int:

@@ -14,6 +14,7 @@ from tasks.weights.files.documents import read_json, write_json
 from tasks.weights.files.folder import PROCESSORS, TOKENIZER, copy_side_file, side_files
 from tasks.weights.files.reader import weight_files
 from tasks.weights.heads import Normalisation
+from tasks.weights.model_class import only_bf16
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -27,7 +28,7 @@ def dtype_of(folder: Path) -> str:
 
 def computing_dtype_of(folder: Path) -> str:
     """Return the torch name of the dtype in which this machine computes a model."""
-    if machine.only_bf16(read_json(folder / CONFIG)):
+    if only_bf16(read_json(folder / CONFIG)):
         return dtype_of(folder)
     size = sum(file.stat().st_size for file in weight_files(folder, "*.safetensors"))
     return machine.computing_dtype(dtype_of(folder), size)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.files import by_number
 from tasks.weights.files.names import parse_peft, unwrap
 from tasks.weights.files.tensors import Extent, Tensor, Tensors
 from tasks.weights.pickled.torch_file import DTYPES, is_shape, read_torch_file
@@ -78,17 +79,15 @@ def _find_root(folder: Path) -> Path:
     """Return the folder of the model's table: `folder`, or one below it that is no optimizer's."""
     if (folder / METADATA).is_file():
         return folder
-    inside = sorted(
-        (path.parent for path in folder.rglob(METADATA)), key=lambda path: (len(str(path)), path)
-    )
-    models = [path for path in inside if not path.name.startswith("optim")]
+    inside = (path.parent.relative_to(folder) for path in folder.rglob(METADATA))
+    models = [path for path in inside if not any(part.startswith("optim") for part in path.parts)]
     if len(models) == 1:
-        return models[0]
+        return folder / models[0]
     if not models:
         raise ArtifactError(f"{folder}: there is no {METADATA}", hint=_AGAIN)
-    names = ", ".join(str(path.relative_to(folder)) for path in models)
-    text = f"{folder}: several checkpoints, name one: {names}"
-    raise ArtifactError(text, hint=f"source={models[-1]}")
+    names = sorted(map(str, models), key=by_number)
+    text = f"{folder}: several checkpoints, name one: {', '.join(names)}"
+    raise ArtifactError(text, hint=f"source={folder / names[-1]}")
 
 
 class _Entry(NamedTuple):

@@ -359,8 +359,7 @@ def _signs(folder: HeadFolder) -> Iterator[str]:
     for field in ("modules_to_save", "target_modules"):
         modules = adapter.get(field)
         listed = modules if isinstance(modules, list) else []
-        named = [module for module in HEAD_MODULES if module in listed]
-        for module in named:
+        for module in (name for name in HEAD_MODULES if name in listed):
             # LongCat's routers have a layer of that name.
             if not any(f".{module}." in key.removeprefix(PEFT_PREFIX) for key in folder.main):
                 yield f"{field} names {module}"

